@@ -14,7 +14,7 @@ The transitions between states are the coordinator's (coordinator.scheduling.lif
     TOO_LARGE   no worker that takes requests could hold it at its longest
     SUSPECT     a worker died with it, or with those it would join
     OUTPUT_ROOM the outputs of all requests leave no room for more of its own
-    SEATS, HOST_PAGES, HOT_CHUNKS, INDEX_PAGES, SLAB_PAGES   the first of them that is short
+    SEATS, HOST_PAGES, HOT_CHUNKS, INDEX_PAGES   the first of them that is short
     PREFIX      another request computes the beginning of its prompt
     BEHIND      a better-ranked request waits for the same workers
     TURN        nothing keeps it: the Scheduler's next turn will admit it
@@ -78,7 +78,6 @@ class PendingKind(StrEnum):
     HOST_PAGES = "host_pages"
     HOT_CHUNKS = "hot_chunks"
     INDEX_PAGES = "index_pages"
-    SLAB_PAGES = "slab_pages"
     PREFIX = "prefix"
     BEHIND = "behind"
     TURN = "turn"

@@ -50,7 +50,7 @@ from worker.runners.transformers_dsa import load_runner
 model, requests, every = sys.argv[1], *map(int, sys.argv[2:4])
 settings = msgspec.structs.replace(
     SETTINGS, model=model, dtype="float32", seats=requests, hot_size_classes=(64,), host_mem="64MiB",
-    device_mem="128MiB", threads=1, slab_tokens=512,
+    device_mem="128MiB", threads=1,
 )
 rig = Rig(settings=settings, runner=load_runner(settings))
 lives = []

@@ -159,7 +159,7 @@ class FakeWorker:
             seats=rows // workers + 64,
             hot_chunks=64 * rows,
             index_pages=64 * rows,
-            slab_pages=4 * rows,
+            prompt_max_tokens=1 << 20,
             host_pages=64 * (rows // nodes + 64),
             page_bytes=1 << 20,
             hot_size_classes=(4096, 8192),

@@ -164,7 +164,7 @@ def sizing_of(
         seats=seats,
         hot_chunks=seats * chunks,
         index_pages=seats * context_pages,
-        slab_pages=slab_pages,
+        prompt_max_tokens=slab_pages * PAGE_TOKENS,
         host_pages=host_pages,
         page_bytes=geometry.page_bytes,
         hot_size_classes=(hot_slots,),
@@ -174,6 +174,7 @@ def sizing_of(
     )
     return Sizing(
         capacity=capacity,
+        slab_pages=slab_pages,
         context_max_tokens=context_pages * PAGE_TOKENS,
         max_pages=context_pages,
         max_chunks=max(chunks, managed_chunks(hot_slots)),
@@ -335,7 +336,6 @@ def admit_all(executor: Executor, cell: Cell, hot_slots: int, sizing: Sizing, vo
                 sampling=Sampling(max_tokens=TOKENS_AHEAD, ignore_eos=True),
                 host_pages=pages[number].numpy().tobytes(),
                 index_pages=sizing.max_pages,
-                slab_pages=0,
                 hot_slots=hot_slots,
                 hot_chunks=chunks_of(cell.context, hot_slots),
             )

@@ -98,7 +98,7 @@ class Load:
         per_worker = -(-requests // WORKERS)
         chunks = pages // WORKERS + per_worker
         self._capacity = WorkerCapacity(
-            per_worker, chunks, chunks, chunks, pages, 1 << 20, (4096,), 8, 2, pool_path="/bench.pool"
+            per_worker, chunks, chunks, PROMPT_TOKENS, pages, 1 << 20, (4096,), 8, 2, pool_path="/bench.pool"
         )
         self._request_indices = np.arange(requests, dtype=np.int32)
         self._positions = np.zeros(requests, np.int32)
@@ -117,7 +117,7 @@ class Load:
             rank, name = (0, 0, number + 1), f"r{number}"
             self._journal.append([make_accepted(request_index, prompt, MAX_TOKENS, request_id=name, rank=rank)])
             placed = RequestPlaced(request_index, placement, NODE, worker, 1, 0)
-            self._change(Reserve(placement, worker, Memory(pages, 1, pages, 0)), placed)
+            self._change(Reserve(placement, worker, Memory(pages, 1, pages)), placed)
             granted_tokens = PROMPT_TOKENS + GRANT_PAGES * PAGE_TOKENS
             assert self._token_log.make_room(request_index, GRANT_PAGES * PAGE_TOKENS)
             self._token_log.begin_placement(request_index, placement, PROMPT_TOKENS, granted_tokens)
@@ -146,7 +146,7 @@ class Load:
             self._granted[request_index] += GRANT_PAGES * PAGE_TOKENS
             assert self._token_log.make_room(request_index, int(self._granted[request_index]))
             self._token_log.grant(request_index, PROMPT_TOKENS + int(self._granted[request_index]))
-            self._change(Extend(request_index + 1, Memory(GRANT_PAGES, 0, GRANT_PAGES, 0)))
+            self._change(Extend(request_index + 1, Memory(GRANT_PAGES, 0, GRANT_PAGES)))
 
     async def run(self, rate: float) -> None:
         """Reports in turn, `rate` tokens a second; what the loop is too slow for is not made up."""

@@ -53,7 +53,6 @@ def _config(model: Path, directory: Path, context_tokens: int, threads: int) -> 
         "worker.device_mem": "512MiB",
         "worker.host_mem": "512MiB",
         "worker.context_max_tokens": context_tokens,
-        "worker.slab_tokens": context_tokens,
         "worker.hot_size_classes": (1_024,),
         "worker.report_interval_ms": 1.0,
         "worker.threads": threads,

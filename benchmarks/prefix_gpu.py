@@ -184,7 +184,6 @@ class PromptWorker:
             sampling=Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=logprobs),
             host_pages=pack_int32(host_pages),
             index_pages=self.pages,
-            slab_pages=pages_for(self.tokens),
             hot_slots=self._hot_slots,
             hot_chunks=managed_chunks(self._hot_slots),
             prefix_tokens=prefix_tokens,

@@ -127,7 +127,6 @@ def measure_stay(executor: Executor, reports: Stays, context: int, hot_slots: in
             sampling=Sampling(max_tokens=NEW_TOKENS, ignore_eos=True),
             host_pages=pack_int32(list(range(pages))),
             index_pages=pages,
-            slab_pages=0 if durable else pages_for(context),
             hot_slots=hot_slots,
             hot_chunks=hot_chunks,
         )

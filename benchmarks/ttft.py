@@ -92,7 +92,6 @@ def configured(model: Path, directory: Path, options: argparse.Namespace, contex
         "worker.seats": SEATS,
         "worker.device_mem": "12GiB" if is_cuda else "768MiB",
         "worker.host_mem": "4GiB" if is_cuda else "512MiB",
-        "worker.slab_tokens": context_tokens - BUSY_TOKENS_MAX,
         "worker.context_max_tokens": context_tokens,
         "worker.pass_tokens": options.pass_tokens,
         "worker.layer_group": options.layer_group,

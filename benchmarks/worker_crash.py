@@ -56,7 +56,6 @@ def cluster_config(model: Path, runtime_dir: Path, tokens: int, device: str) -> 
         "worker.seats": 2,
         "worker.device_mem": "512MiB",
         "worker.host_mem": "256MiB",
-        "worker.slab_tokens": tokens,
         "worker.context_max_tokens": context,
         "worker.hot_size_classes": (256,),
         "worker.hot_chunks_max": 2 * (256 // PAGE_TOKENS + 1),

@@ -37,6 +37,7 @@ reinterpreted, only carried.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
@@ -109,8 +110,7 @@ class DeviceState:
         key_word = _word(g.index_row_bytes)
         pages, keys_begin = self.host.shape[0], g.index_offset(0)
         host_rows = self.host[:, :keys_begin].view(pages, g.layers, PAGE_TOKENS * g.row_bytes)
-        self.planes = _planes(self.rows.flatten(1), g.planes)
-        self.row_words = tuple(plane.view(_word(plane.shape[-1])) for plane in self.planes)
+        self._place(self.rows)
         self.key_words = self.index_keys.view(key_word)
         self.key_pages = self.index_keys.unflatten(1, (self.index_keys.shape[1] // PAGE_TOKENS, PAGE_TOKENS))
         self.host_row_words = tuple(plane.view(_word(plane.shape[-1])) for plane in _planes(host_rows, g.planes))
@@ -164,7 +164,7 @@ class DeviceState:
             index_table=filled(-1, torch.int32, seats, max_pages),
             host_table=filled(-1, torch.int32, seats, max_pages),
             chunk_table=filled(-1, torch.int32, seats, max_chunks),
-            slab_table=filled(-1, torch.int32, seats, slab_pages),
+            slab_table=filled(-1, torch.int32, seats, min(slab_pages, max_pages)),
             hot_slots=filled(-1, torch.int32, seats),
             tail=filled(-1, torch.int32, groups, seats, tail_slots),
             now=filled(0, torch.int32, seats),
@@ -185,8 +185,19 @@ class DeviceState:
 
     @cached_property
     def _slab_views(self) -> tuple[DeviceState, ...]:
+        """Views by half of the slab. They share all other tensors: `replace` would copy ids to the device and wait."""
         with torch.inference_mode(False):  # the first caller may be inside, later ones outside
-            return tuple(replace(self, rows=half.expand(self.geometry.layers, -1, -1)) for half in self.slab_rows)
+            return tuple(self._of_slab(half.expand(self.geometry.layers, -1, -1)) for half in self.slab_rows)
+
+    def _of_slab(self, rows: Tensor) -> DeviceState:
+        view = copy(self)
+        view._place(rows)
+        return view
+
+    def _place(self, rows: Tensor) -> None:
+        """Set `rows`, and what is derived from them."""
+        self.rows, self.planes = rows, _planes(rows.flatten(1), self.geometry.planes)
+        self.row_words = tuple(plane.view(_word(plane.shape[-1])) for plane in self.planes)
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ import socket
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -280,6 +281,7 @@ def _flag_values(flags: Mapping[str, object]) -> Iterable[_Value]:
         yield section, field, value, "the command line"
 
 
+@cache  # msgspec resolves all annotations anew: 0.1 s of a process that reads its settings from the environment
 def _field_types(section: str) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(SECTIONS[section])}
 
@@ -288,6 +290,7 @@ def _field_types(section: str) -> dict[str, Any]:
 _GONE: Final = {
     "prefill_chunk_tokens": "remove it; worker.gap_target_ms bounds the gaps that prompts make",
     "group_prompt_rounds_max": "remove it; worker.gap_target_ms bounds the gaps that prompts make",
+    "slab_tokens": "remove it; the longest prompt (worker.context_max_tokens) sizes the slab, within worker.device_mem",
 }
 
 

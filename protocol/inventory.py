@@ -5,7 +5,7 @@
     audit    as of the step boundary where the Audit was applied (worker/loop/executor.py). Page ids are compared by a
              digest, for at most PAGES_MAX pages an audit
 
-Rows travel as one array of packed records, 65 bytes each: little-endian, in the order of the fields.
+Rows travel as one array of packed records, 61 bytes each: little-endian, in the order of the fields.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class InventoryRow:
     # audit
     digest: int = UNCHECKED  # of the ids of its host pages
     index_pages: int = 0
-    slab_pages: int = 0
-    chunks: int = 0  # in use, and slab pages
+    chunks: int = 0  # in use
     is_leaving: bool = False  # the worker ignores further grants
     # hello
     request_index: int = -1
@@ -71,7 +70,7 @@ def _wire_type(name: str, kind: object) -> str:
 _RECORD: Final = np.dtype([(it.name, _wire_type(it.name, it.type)) for it in fields(InventoryRow)])
 _values = attrgetter(*(it.name for it in fields(InventoryRow)))
 
-assert _RECORD.itemsize == 65
+assert _RECORD.itemsize == 61
 
 
 def pack_rows(rows: Iterable[InventoryRow]) -> bytes:

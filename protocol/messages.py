@@ -33,9 +33,9 @@ import msgspec
 
 #: Since 2, each struct spells out its tag; in 1, class names were the tags. 3: ReloadKeys, and the tenant in a Submit.
 #: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts, drafts, ranks of
-#: requests for workers. 8: owners of requests for workers, waiting prompts of workers. A coordinator serves peers of
-#: the version before, too (protocol/skew.py).
-PROTOCOL_VERSION: Final = 8
+#: requests for workers. 8: owners of requests for workers, waiting prompts of workers. 9: no slab pages. A coordinator
+#: serves peers of the version before, too, from 9 on (protocol/skew.py).
+PROTOCOL_VERSION: Final = 9
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -222,17 +222,17 @@ class WorkerCapacity(Part, frozen=True):
     """Memory of one worker and its node, in units of the ledger, and the worker's role.
 
     A host page holds 64 tokens of all layers. An index page holds the index keys and slot map of 64 tokens on the GPU.
-    A hot chunk holds 64 device rows in every layer. A slab page holds 64 prompt tokens. `hot_size_classes` are the
-    managed hot-buffer sizes in slots, ascending; `tail_slots` are added to each, in one more chunk. `pool_id` is drawn
-    when the pool at `pool_path` is created: when it changes, the earlier rows are gone. `sends` and `receives`: whether
-    the worker can send host pages to other nodes, and receive them. `row_format` names what lies in a page (layers,
-    bytes of rows and of index keys): cached pages of another format are not reused.
+    A hot chunk holds 64 device rows in every layer. `prompt_max_tokens`: the longest prompt that its passes have memory
+    for. `hot_size_classes` are the managed hot-buffer sizes in slots, ascending; `tail_slots` are added to each, in one
+    more chunk. `pool_id` is drawn when the pool at `pool_path` is created: when it changes, the earlier rows are gone.
+    `sends` and `receives`: whether the worker can send host pages to other nodes, and receive them. `row_format` names
+    what lies in a page (layers, bytes of rows and of index keys): cached pages of another format are not reused.
     """
 
     seats: int
     hot_chunks: int
     index_pages: int
-    slab_pages: int
+    prompt_max_tokens: int
     host_pages: int
     page_bytes: int
     hot_size_classes: tuple[int, ...]
@@ -626,7 +626,6 @@ class WorkerRow(Part, frozen=True):
     capacity: WorkerCapacity
     hot_chunks_free: int
     index_pages_free: int
-    slab_pages_free: int
     seats_free: int
     steps: int
     step_us: float
@@ -783,7 +782,7 @@ class Admit(Part, frozen=True, tag="admit"):
     """Start a placement. Its memory was committed in the ledger before this was sent (I4).
 
     `prompt` and `generated` are int32 ids. `generated` tokens were delivered before (resume or replay); they are
-    forced, never resampled. `durable_tokens` 0: prefill the prompt through the slab and stage it. Otherwise the host
+    forced, never resampled. `durable_tokens` 0: compute the prompt in passes and stage it. Otherwise the host
     pages already hold that many rows (at least the prompt's): reload index keys, and rows as far as that pays.
     `host_pages` are int32 ids in order of position. Counts are totals of this placement, not increments.
 
@@ -798,9 +797,9 @@ class Admit(Part, frozen=True, tag="admit"):
     buffer with. It is a hint: an unreadable one is counted, and the request starts cold.
 
     `prefix_tokens`, whole pages and less than the prompt, only with `durable_tokens` 0: the first host pages hold those
-    rows and index keys already. They are shared with other requests or with a lost process, and never written. Prefill
-    begins behind them, with slab pages for the whole prompt. With `slab_pages` 0 the rest is short: it goes through
-    decode steps, on a hot buffer that begins like that of a resume.
+    rows and index keys already. They are shared with other requests or with a lost process, and never written. The
+    first pass begins behind them. `by_steps`, only with such a prefix: the rest is short, and goes through decode
+    steps, on a hot buffer that begins like that of a resume.
 
     `rank` is the request's: work of which a worker does little at once is done in its order. `draft_tokens` is
     that of the Submit. `owner` is whose share of the worker's prompt work computes the prompt: the user, and the tenant
@@ -816,7 +815,6 @@ class Admit(Part, frozen=True, tag="admit"):
     sampling: Sampling
     host_pages: bytes
     index_pages: int
-    slab_pages: int
     hot_slots: int  # 0: resident
     hot_chunks: int
     first_token: FirstToken = NO_TOKEN
@@ -828,6 +826,12 @@ class Admit(Part, frozen=True, tag="admit"):
     rank: Rank = (0, 0, 0)
     draft_tokens: int = DRAFT_TOKENS_MAX
     owner: str = ""
+    by_steps: bool = False
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Tell whether the prompt goes through passes."""
+        return not (self.durable_tokens or self.by_steps)
 
 
 class Receive(Part, frozen=True, tag="receive"):
@@ -1007,7 +1011,7 @@ class Progress(Part, frozen=True):
 
 
 class Staged(Part, frozen=True, tag="staged"):
-    """The prompt's rows are in host memory and its slab pages are free. Times are for metrics and history."""
+    """The prompt's rows are in host memory. Times are for metrics and history."""
 
     placement: int
     prefill_ms: float

@@ -5,7 +5,8 @@ that take fewer chunks than resident, and resident last, which takes one chunk f
 has only resident: a managed buffer would take more chunks than all of its rows. At its longest, a request needs at
 least the smaller of the smallest class and its whole context. It fits an empty worker exactly if that fits (`misfit`).
 
-Index pages are granted with host pages, one for one. Slab pages hold the prompt while it is prefilled and staged.
+Index pages are granted with host pages, one for one. Memory of prompt passes is the worker's to give; a request asks
+only that a pass has room for its prompt.
 Grants end at prompt + max_tokens + overshoot. The overshoot is the tokens that a step already launched may write after
 the end is seen.
 """
@@ -35,7 +36,6 @@ class Memory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     host_pages: int = 0
     hot_chunks: int = 0
     index_pages: int = 0
-    slab_pages: int = 0
     seats: int = 0
 
     def covers(self, need: Memory) -> bool:
@@ -43,7 +43,6 @@ class Memory(msgspec.Struct, frozen=True, array_like=True, gc=False):
             self.host_pages >= need.host_pages
             and self.hot_chunks >= need.hot_chunks
             and self.index_pages >= need.index_pages
-            and self.slab_pages >= need.slab_pages
             and self.seats >= need.seats
         )
 
@@ -52,7 +51,6 @@ class Memory(msgspec.Struct, frozen=True, array_like=True, gc=False):
             self.host_pages + other.host_pages,
             self.hot_chunks + other.hot_chunks,
             self.index_pages + other.index_pages,
-            self.slab_pages + other.slab_pages,
             self.seats + other.seats,
         )
 
@@ -61,22 +59,11 @@ class Memory(msgspec.Struct, frozen=True, array_like=True, gc=False):
             self.host_pages - other.host_pages,
             self.hot_chunks - other.hot_chunks,
             self.index_pages - other.index_pages,
-            self.slab_pages - other.slab_pages,
             self.seats - other.seats,
         )
 
     def at_most(self, other: Memory) -> Memory:
         return Memory(*map(min, astuple(self), astuple(other)))
-
-    def shortages(
-        self, need: Memory, worker: str, pool: str = "pool", *, chunks: str = "hot chunks", left: str = ""
-    ) -> tuple[str, ...]:
-        """One phrase for each kind of memory of which `need` is more than this; empty exactly if this covers it."""
-        kinds, places = ("host pages", chunks, "index pages", "slab pages", "seats"), (pool, *[worker] * 4)
-        rows = zip(kinds, astuple(need), places, astuple(self), strict=True)
-        return tuple(
-            f"needs {needed} {kind}, {place} has {there}{left}" for kind, needed, place, there in rows if needed > there
-        )
 
 
 NO_MEMORY: Final = Memory()
@@ -84,7 +71,7 @@ NO_MEMORY: Final = Memory()
 
 def memory_of(capacity: WorkerCapacity) -> Memory:
     """The memory of an empty worker and of its node's pool."""
-    return Memory(capacity.host_pages, capacity.hot_chunks, capacity.index_pages, capacity.slab_pages, capacity.seats)
+    return Memory(capacity.host_pages, capacity.hot_chunks, capacity.index_pages, capacity.seats)
 
 
 class HotSize(NamedTuple):
@@ -156,16 +143,34 @@ def least_chunks(length: Length, capacity: WorkerCapacity) -> int:
     return smallest_chunks(page_limit(length, capacity), capacity.hot_size_classes)
 
 
-def misfit(length: Length, capacity: WorkerCapacity, worker: str, part: str = BOTH) -> tuple[str, ...]:
-    """Reasons, with the arithmetic, why an otherwise empty worker could not do `part` of a request; empty: it could."""
+class Misfit(NamedTuple):
+    """A kind of memory of which a request needs more than an empty worker has; `setting` gives the worker more."""
+
+    text: str
+    setting: str
+
+
+def misfit(length: Length, capacity: WorkerCapacity, worker: str, part: str = BOTH) -> tuple[Misfit, ...]:
+    """Reasons, with the arithmetic, why an otherwise empty worker could not do `part` of a request; empty: it could.
+    Host pages come before index pages where these are no more, since a worker has no more index pages than host pages.
+    """
     pages = page_limit(length, capacity)
     chunks = least_chunks(length, capacity) if part != PREFILL else 0
-    slab_pages = pages_for(length.prompt) if part != DECODE else 0
-    need, whole = Memory(pages, chunks, pages, slab_pages, 1), memory_of(capacity)
-    return () if whole.covers(need) else whole.shortages(need, worker, chunks="hot chunks at the smallest hot size")
+    prompt = length.prompt if part != DECODE else 0
+    rows = (
+        (pages, "index pages", capacity.index_pages, "device_mem"),
+        (pages, "host pages", capacity.host_pages, "host_mem"),
+        (chunks, "hot chunks at the smallest hot size", capacity.hot_chunks, "device_mem"),
+        (prompt, "prompt tokens in a pass", capacity.prompt_max_tokens, "device_mem"),
+        (1, "seats", capacity.seats, "seats"),
+    )
+    return tuple(
+        Misfit(f"needs {needed} {kind}, {worker} has {there}", f"worker.{setting}")
+        for needed, kind, there, setting in (rows if capacity.index_pages < capacity.host_pages else rows[1:])
+        if needed > there
+    )
 
 
-def first_memory(length: Length, pages: int, kept_pages: int, hot_size: HotSize) -> Memory:
-    """Memory of a new placement: fresh host pages beside those kept, and slab pages unless rows were kept."""
-    slab_pages = 0 if kept_pages else pages_for(length.prompt)
-    return Memory(pages - kept_pages, hot_size.hot_chunks, pages, slab_pages, 1)
+def first_memory(pages: int, kept_pages: int, hot_size: HotSize) -> Memory:
+    """Memory of a new placement: fresh host pages beside those kept."""
+    return Memory(pages - kept_pages, hot_size.hot_chunks, pages, 1)

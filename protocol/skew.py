@@ -24,22 +24,19 @@ import msgspec
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
-    Admit,
-    Commands,
     CoordinatorMessage,
     GatewayMessage,
-    WorkerRow,
-    WorkerRows,
     encode,
 )
 
-#: The oldest protocol version that a coordinator accepts: one minor version of hisparse back.
-PROTOCOL_VERSION_MIN: Final[int] = 7
+#: The oldest protocol version that a coordinator accepts: one minor version of hisparse back. Workers of 8 refuse what
+#: their slab has no pages for, which a ledger of 9 does not count; no release spoke 8.
+PROTOCOL_VERSION_MIN: Final[int] = 9
 #: How many fields at the end of a struct PROTOCOL_VERSION_MIN does not have, of structs that a coordinator sends. None
 #: of them contains another.
-NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {Admit: 1, WorkerRow: 3}
+NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {}
 #: Messages of a coordinator that contain such a struct.
-CHANGED: Final[frozenset[type[msgspec.Struct]]] = frozenset({Commands, WorkerRows})
+CHANGED: Final[frozenset[type[msgspec.Struct]]] = frozenset()
 
 assert PROTOCOL_VERSION - PROTOCOL_VERSION_MIN in (0, 1)  # no version between them, for which nothing is cut
 

@@ -37,6 +37,8 @@ settings.load_profile("hisparse")
 
 #: Kinds of test that take seconds to minutes.
 LONG: Final = ("sim", "mutation", "process", "compile")
+#: There with a driver.
+NVIDIA: Final = Path("/dev/nvidiactl")
 GPU_LOCK: Final = Path(tempfile.gettempdir()) / f"hisparse-tests-gpu-{os.getuid()}.lock"
 
 
@@ -52,6 +54,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     return [history.header(history.first_parent_commits()), tier.header(config)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Fork the processes of a whole run. Those of single rooms may need no model, and CUDA outlives no fork."""
+    if config.args_source is not pytest.Config.ArgsSource.ARGS and not NVIDIA.exists():
+        from tests.support.xdist_process import fork_processes
+
+        fork_processes()
 
 
 @pytest.hookimpl(wrapper=True)

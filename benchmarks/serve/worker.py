@@ -35,7 +35,7 @@ from kernels.state import DeviceState, StepBatch
 from metrics.state import WorkerCounters
 from protocol.settings import WorkerSettings
 from protocol.tokenizer_files import read_tokenizer
-from protocol.units import PAGE_TOKENS
+from protocol.units import PAGE_TOKENS, pages_for
 from worker.device.passes import PassUnit
 from worker.device.step_rows import rows_max
 from worker.loop.batch import RunningRequest
@@ -44,7 +44,7 @@ from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.prompts import Prompts
 from worker.loop.swap import StagedRows
 from worker.runners.base import arithmetic, prefix_unit_tokens
-from worker.runners.synthetic import synthetic_runner
+from worker.runners.synthetic import synthetic_matmul, synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
 
 #: Between two looks at the control file, and two writes of the journal.
@@ -119,7 +119,7 @@ class Loop:
         self._journal.note(STEP, requests, seconds)
 
     def write(self, prompts: Prompts) -> None:
-        """While the control file says so, stage what lies in the slabs of prompts that wait, but for the last page."""
+        """While the control file says so, stage what lies in the slab for prompts that wait, but for the last page."""
         for request in prompts._prompts.values() if self._is_writing else ():
             stop = (request.prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
             if request.prefilled < stop:
@@ -135,7 +135,7 @@ class Loop:
             fill(prefill._state, prefill._runner)
             self._is_filled = True
         memory = request.memory
-        rows = StagedRows(memory.slab, memory.index_pages, memory.host_pages, start, stop)
+        rows = StagedRows(range(pages_for(stop)), memory.index_pages, memory.host_pages, start, stop)
         for layer in range(prefill._state.geometry.layers):
             prefill._swap.stage([rows], layer)
         request.prefilled = stop
@@ -176,13 +176,14 @@ def runner_of(spec: Spec, settings: WorkerSettings) -> TransformersRunner:
     """Return a runner as worker.process.load_runner does, with random weights."""
     config = spec.config
     most = rows_max(settings)
+    is_quantized = synthetic_matmul(settings.matmul, device=settings.device, fp8=spec.fp8).quantizes_rows
     runner = synthetic_runner(
         config,
         device=settings.device,
         kv_dtype=settings.kv_dtype,
         fp8=spec.fp8,
         matmul=settings.matmul,
-        collectives=SynthesisedRanks.draw(config, spec.ranks, most, settings.device),
+        collectives=SynthesisedRanks.draw(config, spec.ranks, most, settings.device, quantized=is_quantized),
         rows_max=most,
         after_index_topk=Overlapping(config.index_topk, spec.overlap, settings.device),
     )

@@ -155,6 +155,7 @@ WORKLOADS: Final = {
             published={16: Published("a decode of 272 tokens/s falls to 6.6", "users' reports of other engines")},
         ),
         Workload("32k1", (2,), fresh=(32_768, 32_768), output=1, about="prompts of 32,768 tokens alone"),
+        Workload("128k1", (1,), fresh=(131_072, 131_072), output=1, about="the long prompts of `mix` alone"),
         Workload(
             "turns",
             (64,),

@@ -27,7 +27,7 @@ from coordinator.journal.files import Mark, head_path, index_path, log_path, unu
 from protocol.errors import ConfigError
 
 #: The form of the file; a journal of another form is refused.
-VERSION: Final = 5
+VERSION: Final = 6
 SCHEMA: Final = (
     "CREATE TABLE records (number INTEGER PRIMARY KEY, request_index INTEGER, body BLOB NOT NULL, digest BLOB NOT NULL,"
     " head BLOB)"

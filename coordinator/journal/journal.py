@@ -10,6 +10,10 @@ records: a command that grants memory (I4), the answer to a submission or a comm
 store writes one group, the records of the next one gather: the slower the disk, the larger the groups. Groups begin at
 least INTERVAL_S apart, which bounds the cost of commits on a fast disk; that is the only delay to gather records.
 
+A turn of the Scheduler appends in several places, and asks HostPools in between. Its records are held together until
+the turn ends or waits for a commit, so that a request is accepted and placed in one group. While a summary is under way
+they are not: its records describe the state as of all records appended before.
+
 Tokens are not appended. Each group takes the new tokens of the token log, in one row of arrays, ahead of its other
 records. So a record never becomes durable before the tokens on which it was decided, and no task is woken per token.
 While a summary is under way (coordinator.journal.summary), each group also takes some of its records, behind the
@@ -88,17 +92,32 @@ class JournalStore(Protocol):
 class _Group:
     """Records of one transaction, and the replies that wait for it since `began`."""
 
-    __slots__ = ("answers", "began", "committed", "records")
+    __slots__ = ("answers", "began", "committed", "joined", "records", "within")
 
-    def __init__(self) -> None:
-        self.began = 0.0
+    def __init__(self, began: float = 0.0) -> None:
+        self.began = began
         self.records: list[Record] = []
         self.committed = trio.Event()
         self.answers: list[tuple[Reply[Any], Any, str]] = []
+        self.joined: list[_Group] = []
+        self.within: _Group | None = None  # the group that this one joined
+
+    def take(self, later: _Group) -> None:
+        """Have `later` committed with this group, behind its records."""
+        self.began = self.began if self.answers else later.began
+        self.records += later.records
+        self.answers += later.answers
+        self.joined.append(later)
+        later.within = self
+
+    def answer(self, reply: Reply[Any], value: Any, what: str) -> None:
+        """Set `reply` at the end."""
+        (self.within or self).answers.append((reply, value, what))
 
     def end(self) -> None:
         """The group is durable: set its replies."""
-        self.committed.set()
+        for group in (self, *self.joined):
+            group.committed.set()
         for reply, value, _ in self.answers:
             reply.set(value)
         self.answers.clear()
@@ -141,7 +160,7 @@ class Commit:
         if self._group is None or self._group.committed.is_set():
             reply.set(value)
         else:
-            self._group.answers.append((reply, value, what))
+            self._group.answer(reply, value, what)
 
 
 DONE: Final = Commit()
@@ -171,6 +190,12 @@ class Journal(Protocol):
         Call only between two turns of the Scheduler, when no change of a ledger is in progress.
         """
 
+    def hold(self) -> None:
+        """Begin a turn: what is appended from now on is written in one commit. Idempotent."""
+
+    def let_go(self) -> None:
+        """End the turn, or let what was appended be written before the turn waits for that. Idempotent."""
+
     def append(self, records: Sequence[Record]) -> Commit:
         """Write `records` behind all earlier ones. Without records: a Commit of earlier records and arrived tokens."""
 
@@ -199,6 +224,12 @@ class NoJournal:
 
     def room_use(self) -> dict[str, RoomUse]:
         return {"journal_records": RoomUse(0, PENDING_MAX)}
+
+    def hold(self) -> None:
+        return
+
+    def let_go(self) -> None:
+        return
 
     def append(self, records: Sequence[Record]) -> Commit:
         return DONE
@@ -236,6 +267,8 @@ class GroupCommit:
         self._counters = counters or JournalCounters()
         self._clock = clock
         self._pending = _Group()
+        self._is_turn = False
+        self._turn: _Group | None = None  # what the turn under way has appended, which comes behind `_pending`
         self._writing = self._pending
         self._news = trio.Event()
         self._closing = False
@@ -252,19 +285,37 @@ class GroupCommit:
         return self._error or self._store.short
 
     def room_use(self) -> dict[str, RoomUse]:
-        return {"journal_records": RoomUse(len(self._pending.records), PENDING_MAX)}
+        return {"journal_records": RoomUse(self._waiting, PENDING_MAX)}
+
+    @property
+    def _waiting(self) -> int:
+        """Records that are in no group that is written."""
+        return len(self._pending.records) + len(self._turn.records if self._turn is not None else ())
+
+    def hold(self) -> None:
+        self._is_turn = self._summarizing is None
+
+    def let_go(self) -> None:
+        self._is_turn = False
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._pending.take(turn)
+            self._news.set()
 
     def append(self, records: Sequence[Record]) -> Commit:
-        pending = self._pending
-        if len(pending.records) + len(records) > PENDING_MAX:
+        if self._waiting + len(records) > PENDING_MAX:
             raise InternalError("records wait for the journal", field="PENDING_MAX", value=PENDING_MAX)
         for record in records:
             self.state.note(record)
-        if not pending.answers:
-            pending.began = self._clock()
-        pending.records += records
-        self._news.set()
-        return Commit(pending)
+        if self._is_turn and self._turn is None:
+            self._turn = _Group()
+        group = self._turn or self._pending
+        if not group.answers:
+            group.began = self._clock()
+        group.records += records
+        if self._turn is None:
+            self._news.set()
+        return Commit(group)
 
     def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
         return self.append([LedgerChanged(node, tuple(changes)), *notes])
@@ -275,6 +326,7 @@ class GroupCommit:
 
     def summarize_if_long(self) -> None:
         if self._store.wants_summary and not self.is_summarizing:
+            self.let_go()
             self._summarizing = Summarizing(self.state, self._token_log)
             self._pending.records.append(self._summarizing.begun)
             self._news.set()
@@ -288,7 +340,7 @@ class GroupCommit:
         self._news.set()
 
     def history(self) -> tuple[str, ...]:
-        return (f"{len(self._pending.records)} records pending", f"failing: {self.failing or 'no'}")
+        return (f"{self._waiting} records pending", f"failing: {self.failing or 'no'}")
 
     async def run(self) -> None:
         """Commit groups, until closed. Cancelled: uncommitted records are lost; none of them was acknowledged."""
@@ -301,7 +353,7 @@ class GroupCommit:
         """Fail replies that have waited for COMMIT_LIMIT_S, as when the disk fails or hangs (I8)."""
         while True:
             await trio.sleep(COMMIT_LIMIT_S / 4)
-            for group in (self._writing, self._pending):
+            for group in filter(None, (self._writing, self._pending, self._turn)):
                 if group.answers and self._clock() - group.began > COMMIT_LIMIT_S:
                     group.give_up()
 

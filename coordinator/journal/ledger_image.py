@@ -68,7 +68,7 @@ def _parts(
 def _holding_image(holding: _Frozen) -> HoldingImage:
     placement, budget, gpu, pages = holding
     key, held = budget.key if budget else None, b"".join(it.tobytes() for it in pages)
-    return HoldingImage(placement, key, gpu.hot_chunks, gpu.index_pages, gpu.slab_pages, held)
+    return HoldingImage(placement, key, gpu.hot_chunks, gpu.index_pages, held)
 
 
 def ledger_from(parts: Sequence[NodePart]) -> Ledger:
@@ -120,7 +120,7 @@ def _restore_budget(ledger: Ledger, image: BudgetImage) -> None:
 def _restore_holding(ledger: Ledger, image: HoldingImage) -> None:
     pages: Int32Array = unpack_int32(image.pages, "pages").copy()
     budget = ledger._budgets[image.budget] if image.budget else None
-    gpu = Memory(0, image.hot_chunks, image.index_pages, image.slab_pages, int(budget is not None))
+    gpu = Memory(0, image.hot_chunks, image.index_pages, int(budget is not None))
     arrays = [pages] if pages.size else []
     ledger._holdings[image.placement] = Holding(image.placement, budget, gpu, pages.size, arrays)
     ledger._refcounts[pages] += 1

@@ -329,7 +329,6 @@ class HoldingImage(msgspec.Struct, frozen=True, array_like=True):
     budget: EpochKey | None
     hot_chunks: int
     index_pages: int
-    slab_pages: int
     pages: bytes
 
 

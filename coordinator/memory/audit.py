@@ -14,7 +14,7 @@ its journal entry is written and while its Request sends it: so what was absent 
     unreleased     it holds nothing of a placement       its memory is still given      Released in its name
     orphan         (nothing: off every worker)           kept pages no request awaits   Release
     host_pages     other pages, or another number        its page list                  nothing: who is right?
-    index_pages, hot_chunks, slab_pages, seats, free     likewise                       nothing
+    index_pages, hot_chunks, seats                       likewise                       nothing
     accounts       (nothing)                             does not add up (I1)           nothing
 
 A repair is made where only one side still has anything to lose. Cost: a worker with 625 requests of 63 pages takes
@@ -86,14 +86,11 @@ def _compare_row(ledger: Ledger, placement: int, row: InventoryRow, *, is_resizi
     pairs = [
         ("host_pages", ours.host_pages, row.host_pages),
         ("index_pages", ours.index_pages, row.index_pages),
-        ("slab_pages", bool(ours.slab_pages), bool(row.slab_pages)),
     ]
     if not is_resizing:
         pairs.append(("hot_chunks", ours.hot_chunks, row.hot_chunks))
     differ = operator.lt if row.is_leaving else operator.ne
     found = [Difference(kind, placement, str(a), str(b)) for kind, a, b in pairs if differ(a, b)]
-    if row.slab_pages > ours.slab_pages > 0:
-        found.append(Difference("slab_pages", placement, str(ours.slab_pages), str(row.slab_pages)))
     if row.host_pages == ours.host_pages and row.digest != UNCHECKED:
         digest = digest_of(ledger.pages_of(placement))
         if digest != row.digest:
@@ -107,7 +104,7 @@ def _compare_free(capacity: WorkerCapacity, rows: Mapping[int, InventoryRow], in
     triples = (
         ("seats", capacity.seats, len(rows) + inventory.seats_free),
         ("index_pages", capacity.index_pages, index_pages + inventory.index_pages_free),
-        ("free", capacity.hot_chunks + capacity.slab_pages, chunks + inventory.chunks_free),
+        ("hot_chunks", capacity.hot_chunks, chunks + inventory.chunks_free),
     )
     return [Difference(kind, 0, str(total), str(found)) for kind, total, found in triples if total != found]
 

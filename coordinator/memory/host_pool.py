@@ -1,7 +1,7 @@
 """The HostPool actor: owner of every ledger of one node, its host pages and the GPU budgets of its workers.
 
-A transaction is applied in one step of one actor, so a reservation over host pages, seats, hot chunks, index pages and
-slab is all or nothing (I7). It is appended to the journal in that very step, with the records that must become true
+A transaction is applied in one step of one actor, so a reservation over host pages, seats, hot chunks and index pages
+is all or nothing (I7). It is appended to the journal in that very step, with the records that must become true
 together with it; the reply has the commit, before which no command may be sent that gives memory (I4). A change that
 does not fit is a defect, since only the Scheduler asks and it plans over these very accounts: it ends the process.
 

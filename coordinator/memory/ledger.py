@@ -8,8 +8,8 @@ Who holds what:
                  the lost process is proved gone (I2).
     cached page  is full of durable rows, which never change (I3), and is in the prefix index. When only the cache holds
                  it, it is *idle*: it counts as free, and is evicted before it is given out.
-    GPU budget   of one epoch of one worker: seats, hot chunks, index pages, slab pages. Which chunk is the worker's
-                 business. Counts return only on the worker's word (Staged, Resized, Released) or with the epoch's end.
+    GPU budget   of one epoch of one worker: seats, hot chunks, index pages. Which chunk is the worker's
+                 business. Counts return only on the worker's word (Resized, Released) or with the epoch's end.
     placement    one holding: a page list in order of position, one seat and GPU counts of one budget; or, *kept*, a
                  page list alone, after the worker has let go, until a later placement takes it over.
 
@@ -207,7 +207,11 @@ class Ledger:
 
     def shortfall(self, worker: str, want: Memory) -> tuple[str, ...]:
         """What is missing now for `want`, one phrase for each kind of memory; empty: it fits."""
-        return self.free(worker).shortages(want, worker, "the pool", left=" free")
+        kinds, places = ("host pages", "hot chunks", "index pages", "seats"), ("the pool", *[worker] * 3)
+        rows = zip(kinds, astuple(want), places, astuple(self.free(worker)), strict=True)
+        return tuple(
+            f"needs {needed} {kind}, {place} has {there} free" for kind, needed, place, there in rows if needed > there
+        )
 
     # ---------------------------------------------------------------- workers
 
@@ -289,7 +293,7 @@ class Ledger:
         return pages.copy()
 
     def shrink(self, placement: int, less: Memory) -> None:
-        """Take back GPU counts that the worker no longer uses (Staged, Resized). Host pages: see `keep`."""
+        """Take back GPU counts that the worker no longer uses (Resized). Host pages: see `keep`."""
         holding, budget = self._active(placement)
         if less.host_pages or less.seats or not (less.covers(NO_MEMORY) and holding.gpu.covers(less)):
             raise InternalError(f"admission {placement} cannot give back {less} of {self.held(placement)}")

@@ -105,7 +105,7 @@ class Candidates:
             if shape := shapes[key]:
                 ask = PlacementAsk(worker, *shape)
                 if part == BOTH and not entry.pages:
-                    ask = self._sharing(entry, ask)
+                    ask = self._sharing(entry, ask, by_steps=True)
                 if part != PREFILL:
                     ask = self._above_floor(entry, self._with_margin(entry, ask) if entry.displaced else ask)
                 asks.append(ask)
@@ -117,9 +117,7 @@ class Candidates:
             return [ask._replace(by_steps=True) for ask in self.of_part(entry, DECODE)]
         if self._prefix_reuse.whole(entry.own_pages) != entry.own_pages:  # of workers with other prompt blocks
             return []
-        slab_pages = pages_for(entry.facts.prompt_tokens)
-        asks = self.of_part(entry, BOTH)
-        return [ask._replace(need=replace(ask.need, slab_pages=slab_pages)) for ask in asks]
+        return self.of_part(entry, BOTH)
 
     def _pairs(self, entry: RequestEntry) -> list[PlacementAsk]:
         """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
@@ -139,8 +137,8 @@ class Candidates:
                 is_near = other.worker.node == worker.node
                 pages = other.pages if is_near else pages_for(entry.facts.prompt_tokens)
                 share = NO_PAGES if is_near else self._prefix_reuse.match(entry, worker.node)
-                need = Memory(0 if is_near else pages - share.size, 0, pages, ask.need.slab_pages, 1)
-                decoder = self._sharing(entry, other)
+                need = Memory(0 if is_near else pages - share.size, 0, pages, 1)
+                decoder = self._sharing(entry, other, by_steps=False)
                 pairs.append(PlacementAsk(worker, pages, [NO_HOT_SIZE], need, 0, decoder, share))
         return pairs
 
@@ -178,23 +176,21 @@ class Candidates:
             return None
         pages = max(pages_wanted(length, self._ahead_tokens, worker.capacity), entry.pages)
         hot_sizes = self._hot_sizes(entry, pages, worker)
-        memory = first_memory(length, pages, entry.pages, hot_sizes[0])
-        return Shape(pages, hot_sizes, memory if part != DECODE else replace(memory, slab_pages=0))
+        return Shape(pages, hot_sizes, first_memory(pages, entry.pages, hot_sizes[0]))
 
     def _hot_sizes(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
         if is_pinned(entry, worker):
             return [forced_hot_size(entry.ordered.forced_slots, pages)]
         return given_sizes(pages, worker)
 
-    def _sharing(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
-        """`ask`, beginning with what is cached on its node; a short rest needs no slab."""
+    def _sharing(self, entry: RequestEntry, ask: PlacementAsk, *, by_steps: bool) -> PlacementAsk:
+        """Return `ask`, beginning with what is cached on its node; `by_steps`: a short rest may go through steps."""
         share = self._prefix_reuse.match(entry, ask.worker.node)
         if not share.size:
             return ask
-        need, rest = ask.need, entry.facts.prompt_tokens - share.size * PAGE_TOKENS
-        by_steps = need.slab_pages > 0 and self._prefers_steps(ask.worker, rest)
-        slab_pages = 0 if by_steps else need.slab_pages
-        need = Memory(need.host_pages - share.size, need.hot_chunks, need.index_pages, slab_pages, need.seats)
+        rest = entry.facts.prompt_tokens - share.size * PAGE_TOKENS
+        by_steps = by_steps and self._prefers_steps(ask.worker, rest)
+        need = replace(ask.need, host_pages=ask.need.host_pages - share.size)
         return PlacementAsk(ask.worker, ask.pages, ask.hot_sizes, need, ask.spare_chunks, ask.decoder, share, by_steps)
 
     def _with_margin(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
@@ -288,7 +284,7 @@ class Candidates:
     def _pages_ahead(self, ask: PlacementAsk) -> int:
         """Of prompts, its own among them, that are computed on its worker before its first token."""
         before = (it for it in self._table.computing.values() if it.worker == ask.worker.name)
-        return sum(it.slab_pages - it.shared_pages for it in before) - int(ask.prefix.size)
+        return sum(pages_for(it.facts.prompt_tokens) - it.shared_pages for it in before) - int(ask.prefix.size)
 
     # ---------------------------------------------------------------- plain requests
 

@@ -85,11 +85,14 @@ class Dispatch:
         ahead_tokens: int,
         prefix_reuse: PrefixReuse | None = None,
         makes_output_room: Callable[[RequestEntry], bool] = lambda _: True,
+        holds_output: Callable[[int, bool], None] = lambda _request_index, _is_held: None,
     ) -> None:
+        """`makes_output_room`: see Policy. `holds_output` is told of each request that operators hold, or resume."""
         self.placement_table = PlacementTable()
         self.prefix_reuse = prefix_reuse or PrefixReuse(OFF)
         self.policy = Policy(self.placement_table, ledgers, ahead_tokens, self.prefix_reuse, makes_output_room)
         self.dirty = False
+        self._holds_output = holds_output
         self._now = 0.0  # of the last plan
 
     # ---------------------------------------------------------------- from Requests
@@ -101,13 +104,13 @@ class Dispatch:
         self.dirty = True
         match event.stage:
             case Stage.STAGED:
-                slab_pages = self.placement_table.stage(entry)
+                self.placement_table.stage(entry)
                 computed = entry.facts.prompt_tokens - entry.shared_pages * PAGE_TOKENS
                 self.policy.prefill_costs.note(entry.worker, computed, event.took_s)
                 cached = self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node])
                 if entry.prefills_only:
                     self.placement_table.leave(entry, frees_pages=False)
-                return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(slab_pages=slab_pages))), *cached)
+                return Effects(cached)
             case Stage.STARTED:
                 self.placement_table.start(entry)
                 if not entry.by_steps:  # rows of its prompt have come from another node
@@ -359,8 +362,7 @@ class Dispatch:
     # ---------------------------------------------------------------- from operators
 
     def retract(self, entry: RequestEntry, *, keep: bool, hold: bool, reason: str) -> Effects:
-        self.dirty = True
-        self.placement_table.hold(entry, entry.ordered.held or hold)
+        self._hold(entry, entry.ordered.held or hold)
         tell = AddressedOrder(entry.request_index, RetractOrder(keep, entry.ordered, reason))
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=not keep)
@@ -368,9 +370,13 @@ class Dispatch:
         return NOTHING._replace(tells=(tell,)) if keep else self._give_up(entry, reason, tell)
 
     def resume(self, entry: RequestEntry, reason: str) -> Effects:
-        self.dirty = True
-        self.placement_table.hold(entry, False)
+        self._hold(entry, False)
         return Effects((), (AddressedOrder(entry.request_index, ResumeOrder(entry.ordered, reason)),))
+
+    def _hold(self, entry: RequestEntry, is_held: bool) -> None:
+        self.dirty = True
+        self.placement_table.hold(entry, is_held)
+        self._holds_output(entry.request_index, is_held)
 
     def end(self, entry: RequestEntry, outcome: str, reason: str, cause: str = "") -> Effects:
         """Abort it, or fail it for `cause`, wherever it is."""

@@ -50,7 +50,7 @@ ON_WORKER = frozenset({EntryPhase.STARTING, EntryPhase.RUNNING, EntryPhase.LEAVI
 @dataclass(slots=True, eq=False)
 class RequestEntry:
     """One live request as policy sees it: where it is placed, and what operators ordered. What it has of its node's
-    ledger (`pages`, `slab_pages`, `hot`) is a mirror that `PlacementTable.check_invariants` compares."""
+    ledger (`pages`, `hot`) is a mirror that `PlacementTable.check_invariants` compares."""
 
     facts: RequestFacts
     ordered: RequestOrdered  # replaced, never changed: the journal and the Request refer to the same record
@@ -72,7 +72,6 @@ class RequestEntry:
     goes_alone: bool = False  # it has followed for long enough (coordinator.scheduling.following)
     by_steps: bool = False  # the rest of its prompt, behind cached pages, goes through decode steps
     indexed: int = 0  # pages of its placement that the index was told of, from the first on
-    slab_pages: int = 0
     hot: HotSize = NO_HOT_SIZE
     resizing: HotSize | None = None
     kept_tokens: int = 0
@@ -123,7 +122,7 @@ class RequestEntry:
     @property
     def memory(self) -> Memory:
         on_worker = self.phase in ON_WORKER
-        return Memory(self.pages, self.chunks, self.pages * on_worker, self.slab_pages, int(on_worker))
+        return Memory(self.pages, self.chunks, self.pages * on_worker, int(on_worker))
 
 
 #: To sort by: best rank first.

@@ -259,7 +259,7 @@ class PromptRows(msgspec.Struct, frozen=True):
 class Stage(Enum):
     """How far a placement has come, as far as the ledger cares."""
 
-    STAGED = "staged"  # slab pages are free; a placement that only computes the prompt is about to end
+    STAGED = "staged"  # a placement that only computes the prompt is about to end
     STARTED = "started"  # in the decode batch: its hot buffer can be resized
     PARKED = "parked"  # out of granted pages
     LEAVING = "leaving"  # its memory will be released without a request for it

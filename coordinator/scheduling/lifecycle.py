@@ -8,7 +8,7 @@ arguments.
        └───── drop ───────────────────────┴─ RETRACTED ◄─ keep, or held
 
     QUEUED      waits for memory and holds none
-    PREFILLING  admitted; prompt computed into the slab and staged to host pages. The worker says only Staged, after
+    PREFILLING  admitted; prompt computed in passes and staged to host pages. The worker says only Staged, after
                 both, since nothing is decided in between: there is no state for staging alone
     TRANSFERRING  prefilled by a worker that will not decode it: it leaves that worker, its rows are handed over
     PREFILLED   all rows of its prompt are where it will be decoded; waits for a worker to do it

@@ -43,7 +43,6 @@ _MEMORY: Final = tuple(
         PendingKind.HOST_PAGES,
         PendingKind.HOT_CHUNKS,
         PendingKind.INDEX_PAGES,
-        PendingKind.SLAB_PAGES,
     )
 )
 
@@ -297,4 +296,4 @@ def _lacking(entry: RequestEntry, takers: Sequence[WorkerEntry], part: str) -> P
         return PendingReason(PendingKind.ROLE, _no_part(part))
     unlike = {id(it.capacity): it for it in reversed(able)}.values()  # most workers of a group share one capacity
     misfits = min((misfit(entry.length, it.capacity, it.name, part) for it in unlike), key=len)
-    return PendingReason(PendingKind.TOO_LARGE, "; ".join(misfits)) if misfits else None
+    return PendingReason(PendingKind.TOO_LARGE, "; ".join(it.text for it in misfits)) if misfits else None

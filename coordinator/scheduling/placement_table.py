@@ -79,7 +79,14 @@ class PlacementTable:
         del self.entries[entry.request_index], self.by_rank[entry.rank]
 
     def admit(
-        self, entry: RequestEntry, worker: WorkerEntry, memory: Memory, hot_size: HotSize, decoder: str = ""
+        self,
+        entry: RequestEntry,
+        worker: WorkerEntry,
+        memory: Memory,
+        hot_size: HotSize,
+        decoder: str = "",
+        *,
+        computes_prompt: bool = False,
     ) -> int:
         """It takes `memory` (fresh pages beside those kept) on `worker`; returns the number of this placement. With a
         `decoder` it is there for its prompt alone, and that worker is to have room for it afterwards."""
@@ -93,8 +100,8 @@ class PlacementTable:
         entry.came_with = entry.generated
         if entry.ordered.forced_slots != NO_HOT_BUFFER:
             self.forcing[entry.request_index] = entry
-        entry.pages, entry.slab_pages, entry.hot = memory.index_pages, memory.slab_pages, hot_size
-        if entry.slab_pages:
+        entry.pages, entry.hot = memory.index_pages, hot_size
+        if computes_prompt:
             self.computing[entry.request_index] = entry
         insort(worker.ranks, entry.rank)
         self._note_size(entry, worker)
@@ -129,11 +136,9 @@ class PlacementTable:
         """Those that the epoch has yet to let go."""
         return [it for it in self.transfers.values() if (it.worker, it.epoch) == (worker, epoch) and not it.arrived]
 
-    def stage(self, entry: RequestEntry) -> int:
-        """Its prompt is in host pages; returns its slab pages, which are free."""
+    def stage(self, entry: RequestEntry) -> None:
+        """Its prompt is in host pages."""
         self.computing.pop(entry.request_index, None)
-        slab_pages, entry.slab_pages = entry.slab_pages, 0
-        return slab_pages
 
     def start(self, entry: RequestEntry) -> None:
         """It joined the batch. Not so if it is leaving already."""
@@ -181,7 +186,7 @@ class PlacementTable:
         self.promised.pop(entry.request_index, None)
         entry.first_token, entry.decoder = first_token, ""
         entry.phase, entry.worker, entry.hot, entry.resizing = EntryPhase.WAITING, "", NO_HOT_SIZE, None
-        entry.slab_pages, entry.pages, entry.kept_tokens = 0, kept_pages, kept_tokens
+        entry.pages, entry.kept_tokens = kept_pages, kept_tokens
         entry.frees_pages = entry.lost = False
         if kept_pages:
             self.kept[entry.request_index] = entry
@@ -284,11 +289,8 @@ class PlacementTable:
         """It is on a worker that is yet to be heard, or was lost. Which hot size it has, the inventory will say."""
         self._unlist(entry)
         entry.phase, entry.node, entry.worker, entry.placement = EntryPhase.STARTING, node, worker, placement
-        entry.pages, entry.slab_pages, entry.hot = (
-            memory.host_pages,
-            memory.slab_pages,
-            NO_HOT_SIZE if prefills_only else HotSize(RESIDENT, memory.hot_chunks),
-        )
+        entry.pages = memory.host_pages
+        entry.hot = NO_HOT_SIZE if prefills_only else HotSize(RESIDENT, memory.hot_chunks)
 
     def recover_orders(self, entry: RequestEntry, ordered: RequestOrdered) -> None:
         """The last of an earlier incarnation; an end was ordered before."""
@@ -304,12 +306,13 @@ class PlacementTable:
             entry.phase, entry.lost = EntryPhase.LEAVING, True
 
     def adopt(self, entry: RequestEntry, hot: HotSize, resizing: HotSize | None, *, staged: bool) -> None:
-        """What its worker says of its hot buffer."""
+        """What its worker says of its hot buffer, and whether its prompt is staged."""
         worker = self.workers[entry.worker]
         entry.hot, entry.resizing = hot, resizing
-        entry.slab_pages = 0 if staged else entry.slab_pages
         if entry.phase is not EntryPhase.LEAVING:
             self._note_size(entry, worker)
+            if not staged:
+                self.computing[entry.request_index] = entry
             if resizing is not None:
                 worker.resizing[entry.request_index] = entry
 

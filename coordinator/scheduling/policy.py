@@ -257,14 +257,15 @@ class _Plan:
         worker = ask.worker
         chunks = self.free.on(worker).hot_chunks - ask.spare_chunks
         hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
-        memory = first_memory(entry.length, ask.pages, entry.pages, hot_size)
-        memory = replace(memory, host_pages=memory.host_pages - ask.prefix.size, slab_pages=ask.need.slab_pages)
+        memory = first_memory(ask.pages, entry.pages, hot_size)
+        memory = replace(memory, host_pages=memory.host_pages - ask.prefix.size)
         taken = memory.plus(Memory(self._hold(worker.node, ask.prefix)))
         take_over, durable_tokens = (entry.placement, entry.kept_tokens) if entry.pages else (None, 0)
         first_token, decoder = entry.first_token, ask.decoder.worker.name if ask.decoder else ""
         transfer = self._open_transfer(entry, ask)
         shared_pages = int(ask.prefix.size) or entry.own_pages
-        placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder)
+        computes = not ask.by_steps and durable_tokens == entry.facts.part_of_prompt(durable_tokens)
+        placement = self.placement_table.admit(entry, worker, memory, hot_size, decoder, computes_prompt=computes)
         self.leaders.begun(entry)
         entry.shared_pages, entry.by_steps = shared_pages, ask.by_steps
         entry.follows, entry.goes_alone = None, False

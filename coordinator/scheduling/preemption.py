@@ -85,8 +85,8 @@ def _freed(entries: Sequence[RequestEntry], freeing: Callable[[], Frees]) -> int
 
 
 def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, host_pages: int, *, floored: bool) -> Memory:
-    """What leaving requests hold, shrinking ones give back, and starting ones will: their slab pages, or all of it when
-    they are there for their prompt alone."""
+    """What leaving requests hold, shrinking ones give back, and starting ones will: all of it when they are there
+    for their prompt alone."""
     leaving = list(worker.leaving.values())
     shrinking = sum(entry.chunks - entry.resizing.hot_chunks for entry in worker.resizing.values() if entry.resizing)
     starting = [entry for entry in _active(placement_table, worker) if entry.phase is EntryPhase.STARTING]
@@ -96,7 +96,6 @@ def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, host_page
         seats=len(leaving) + len(passing),
         hot_chunks=sum(entry.chunks for entry in leaving) + shrinking + later,
         index_pages=sum(entry.pages for entry in (*leaving, *passing)),
-        slab_pages=sum(entry.slab_pages for entry in (*leaving, *starting)),
         host_pages=host_pages,
     )
 
@@ -131,8 +130,7 @@ def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool, floore
     """What a victim gives beyond what is already counted as on its way from it."""
     resizing = victim.chunks - victim.resizing.hot_chunks if victim.resizing else 0
     counted = victim.chunks - _floor(victim, worker, floored=floored).hot_chunks if starting else resizing
-    slab_pages = 0 if starting else victim.slab_pages
-    return Memory(0, victim.chunks - counted, victim.pages, slab_pages, 1)
+    return Memory(0, victim.chunks - counted, victim.pages, 1)
 
 
 def _shrink_largest(

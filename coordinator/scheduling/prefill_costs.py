@@ -2,7 +2,7 @@
 
 By what was measured on the worker: the time from admission to staged of its prompts, in units of SHORT_TOKENS that they
 computed, and the time of a decode step. A step takes one token of the rest, whatever else the batch decodes; a prefill
-takes one unit of time at least, slab pages for the whole prompt, and its cached rows are loaded layer by layer. As long
+takes one unit of time at least, and its cached rows are loaded layer by layer. As long
 as one of the two was not measured, prompts are prefilled.
 """
 

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import TypeAlias
 
-from coordinator.scheduling.entries import EntryPhase, RequestEntry
+from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from protocol.messages import Rank
 from protocol.units import PAGE_TOKENS
@@ -32,7 +32,7 @@ class PromptWaits:
     def explain(self, entry: RequestEntry) -> str:
         """Return how much of the prompt is computed, or how many prompts come first; "" if it is staged, or goes
         through decode steps, or before its worker is back."""
-        if not _is_in_slab(entry) or entry.worker not in self._placement_table.workers:
+        if entry.request_index not in self._placement_table.computing:
             return ""
         place = waits, left, _ = self._place(entry)
         places = self._on(entry.worker)
@@ -46,15 +46,11 @@ class PromptWaits:
 
     def _on(self, worker: str) -> list[_Place]:
         if worker not in self._places:
-            self._places[worker] = sorted(map(self._place, filter(_is_in_slab, self._placement_table.on(worker))))
+            computing = self._placement_table.computing.values()
+            self._places[worker] = sorted(self._place(entry) for entry in computing if entry.worker == worker)
         return self._places[worker]
 
     def _place(self, entry: RequestEntry) -> _Place:
         reused = entry.shared_pages * PAGE_TOKENS
         computed = max(reused, self._durable(entry.request_index))
         return computed == reused, entry.facts.prompt_tokens - computed, entry.rank
-
-
-def _is_in_slab(entry: RequestEntry) -> bool:
-    """Tell whether `entry` was admitted with a prompt to compute, and that is not staged."""
-    return entry.phase is EntryPhase.STARTING and entry.slab_pages > 0

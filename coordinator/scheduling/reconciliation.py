@@ -98,7 +98,6 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Le
     missing = 0 if is_torn else missing
     more = _more_chunks(it, missing)
     use = _memory(it, missing)
-    slab_pages = given.slab_pages if it.is_staged else 0
     hot = HotSize(it.hot_slots, it.hot_chunks + more)
     dispatch.placement_table.adopt(entry, hot, HotSize(*it.resizing) if it.resizing else None, staged=it.is_staged)
     if it.is_started:
@@ -111,7 +110,7 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Le
         grant = Grant(entry.placement, pages.tobytes(), missing, more)
     elif it.is_parked:
         dispatch.starve(entry)
-    spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks, slab_pages=slab_pages)
+    spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks)
     steps = (LedgerStep(entry.node, Shrink(entry.placement, spare)),) if spare != NO_MEMORY else ()
     return Effects(
         steps, tuple(AddressedOrder(entry.request_index, event) for event in _tells(entry, it, grant, is_torn=is_torn))

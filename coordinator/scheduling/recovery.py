@@ -216,6 +216,7 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
     else:
         effects = _restore_waiting(placed, ordered, record, live, journal_state, place)
     dispatch.placement_table.recover_orders(entry, ordered)
+    place.token_log.hold(facts.request_index, ordered.held)
     return effects
 
 
@@ -265,7 +266,7 @@ def _restore_placed(
     )
     placement_table.recover_place(entry, worker)
     entry.by_steps = True  # for all that is known: no row of its prompt is durable before its worker says so
-    staged = not memory.slab_pages
+    staged = place.token_log.durable(facts.request_index) >= facts.prompt_tokens
     live.state.recover_placed(
         place.now,
         placed.placement,

@@ -348,7 +348,7 @@ class RequestState:
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
         self.placement, self.worker, self.keep = event.command.placement, event.worker, True
         self.own_tokens, self.is_staged = self.facts.part_of_prompt(self.kept_tokens), False
-        self.staging, self.parked, self.resize = event.command.slab_pages > 0, False, None
+        self.staging, self.parked, self.resize = event.command.computes_prompt, False, None
         self.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
         if not self.admissions:
             self.prefix_tokens = event.command.prefix_tokens

@@ -145,7 +145,7 @@ class Scheduler(SchedulerApi):
         self._prefix_reuse = PrefixReuse(settings.prefix_reuse, key, self._kv_events, clock)
         self._lead_tokens = settings.grant_ahead_tokens + GRANT_TOKENS_BESIDES
         self._dispatch = Dispatch(
-            self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse, self._makes_output_room
+            self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse, self._makes_output_room, token_log.hold
         )
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
@@ -236,6 +236,13 @@ class Scheduler(SchedulerApi):
             self.tell(events.Tick())
 
     async def handle(self, batch: list[Message]) -> None:
+        self._journal.hold()
+        try:
+            await self._turn(batch)
+        finally:
+            self._journal.let_go()
+
+    async def _turn(self, batch: list[Message]) -> None:
         now, turn, tick = self._clock(), _Turn(), False
         for message in batch:
             self._hear(message, now, turn)
@@ -531,7 +538,9 @@ class Scheduler(SchedulerApi):
                 given[place] = result
             commit = applied.commit
         if any(isinstance(step.change, GIVING) for step in steps):
+            self._journal.let_go()
             await commit.wait()
+            self._journal.hold()
         return given
 
     async def _transact_node(self, node: str, steps: Sequence[LedgerStep]) -> Applied[Commit]:
@@ -580,7 +589,6 @@ class Scheduler(SchedulerApi):
             sampling=live.sampling,
             host_pages=pages.tobytes(),
             index_pages=decision.memory.index_pages,
-            slab_pages=decision.memory.slab_pages,
             hot_slots=hot_size.hot_slots,
             hot_chunks=hot_size.hot_chunks,
             first_token=decision.first_token,
@@ -592,6 +600,7 @@ class Scheduler(SchedulerApi):
             rank=live.facts.rank,
             draft_tokens=entry.facts.draft_tokens,
             owner=entry.facts.owner_name,
+            by_steps=entry.by_steps,
         )
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {prefix_tokens} tokens of the prompt reused" if prefix_tokens else ""

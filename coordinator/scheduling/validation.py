@@ -22,7 +22,7 @@ from protocol.messages import (
     Submit,
     WorkerCapacity,
 )
-from protocol.sizing import Length, misfit
+from protocol.sizing import Length, Misfit, misfit
 
 
 def check_submit(submit: Submit, model: ModelInfo) -> Int32Array:
@@ -69,7 +69,7 @@ def check_length(prompt_tokens: int, max_tokens: int, model: ModelInfo) -> None:
     if total > model.context_max_tokens:
         raise BadInput(
             f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} make {total}, "
-            f"the context of {model.name} holds {model.context_max_tokens}",
+            f"the context of {model.name} holds {model.context_max_tokens} (the model's, or worker.context_max_tokens)",
             field="prompt",
             value=f"{prompt_tokens} tokens",
             remedy="shorten the prompt or lower max_tokens",
@@ -77,7 +77,7 @@ def check_length(prompt_tokens: int, max_tokens: int, model: ModelInfo) -> None:
 
 
 def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str = AUTO) -> None:
-    """Raise CapacityError, with the arithmetic of the worker that lacks least, when no worker could run it alone, or
+    """Raise CapacityError, with what the worker that lacks least lacks first, when no worker could run it alone, or
     (directly) no two of them together. Raise Unavailable when there are no workers for the `prefill_mode` that it was
     asked to come."""
     alone = None if prefill_mode == DIRECT else _misfit_alone(length, capacities)
@@ -94,17 +94,18 @@ def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]],
             value=prefill_mode,
             remedy="ask for another prefill mode, or retry when workers of these roles are there",
         )
+    first = min(known, key=len)[0]
     raise CapacityError(
-        "; ".join(sorted(known, key=len)[0]),
+        first.text,
         field="prompt",
         value=f"{length.prompt} tokens, max_tokens {length.max}",
-        remedy="shorten it, or give workers more memory",
+        remedy=f"shorten it, or change {first.setting}",
     )
 
 
-def _misfit_alone(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]]) -> tuple[str, ...] | None:
+def _misfit_alone(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]]) -> tuple[Misfit, ...] | None:
     """Why no worker could prefill and decode it, at best; None: there is none for that."""
-    found: list[tuple[str, ...]] = []
+    found: list[tuple[Misfit, ...]] = []
     for worker, it in capacities:
         if it.role == BOTH:
             found.append(misfit(length, it, worker))
@@ -117,16 +118,17 @@ def _share(one: WorkerCapacity, other: WorkerCapacity) -> bool:
     return (one.pool_path, one.pool_id) == (other.pool_path, other.pool_id)
 
 
-def _mismatch(first: str, one: WorkerCapacity, second: str, other: WorkerCapacity) -> tuple[str, ...]:
+def _mismatch(first: str, one: WorkerCapacity, second: str, other: WorkerCapacity) -> tuple[Misfit, ...]:
     """Pages travel as they are, and are never converted."""
     if one.page_bytes == other.page_bytes:
         return ()
-    return (f"host pages of {first} have {one.page_bytes} bytes, those of {second} {other.page_bytes}",)
+    text = f"host pages of {first} have {one.page_bytes} bytes, those of {second} {other.page_bytes}"
+    return (Misfit(text, "worker.kv_dtype"),)
 
 
 def _misfit_paired(
     length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str
-) -> tuple[str, ...] | None:
+) -> tuple[Misfit, ...] | None:
     """Likewise of two workers that can hand pages over. Unless asked for, the first is one that does nothing else."""
     found = [
         _mismatch(first, one, second, other)

@@ -29,10 +29,11 @@ forgotten. So there is always one that may grow, and no two wait for each other.
 counted on to be resumed. A submission that finds no room is refused.
 
 An owner at its share (basics.shares). Its submissions are refused, and its requests do not grow, but for one: the
-one that still needs least. So an owner's running requests leave others room, however long their outputs are, and each
-owner always has a request that may come to its end: the first in the order of the banker's algorithm is the first of
-its owner, too. One that has room for all that it may generate stays the first until it has ended, so beyond its share
-an owner grows by one request at a time.
+one that still needs least, of those that no operator holds. So an owner's running requests leave others room, however
+long their outputs are, and each owner always has a request that may come to its end: the first in the order of the
+banker's algorithm is the first of its owner, too. One that has room for all that it may generate stays the first until
+it has ended, so beyond its share an owner grows by one request at a time. A request that is held does not end, so
+another is the first until it is resumed; whatever that one takes, the held one can still come to its end.
 
 Rejected: room for max_tokens from the start (most outputs end long before, and a few hundred requests of one owner took
 all places), or only a promise of so much (the same, in a larger number); an array per request (appending is a Python
@@ -158,6 +159,7 @@ class TokenLog:
         self._units_largest = 0  # no `_units_max` is larger
         self._room: Int32Array = np.zeros(request_indices, np.int32)
         self._owner: Int64Array = np.zeros(request_indices, np.int64)  # a hash of its name
+        self._is_held: npt.NDArray[np.bool_] = np.zeros(request_indices, np.bool_)  # by an operator
         self._held: Counter[int] = Counter()  # units, by owner
         self._first_of: dict[int, int] = {}  # the request of an owner that needs least, until one of them changes
         self._endings: _Endings | None = None  # until any request changes
@@ -225,7 +227,7 @@ class TokenLog:
     def _leave(self, request_index: int) -> None:
         self._asking -= bool(self._words[request_index])
         self._capacity[request_index], self._words[request_index], self._room[request_index] = -1, 0, 0
-        self._units_max[request_index] = 0
+        self._units_max[request_index], self._is_held[request_index] = 0, False
         self._set_units(request_index, 0)
 
     def _set_units(self, request_index: int, units: int) -> None:
@@ -312,6 +314,11 @@ class TokenLog:
         owed = int(self._units_max[request_index] - self._units[request_index])
         return self._may_grow(request_index, more) and self._is_safe(owed, more) and self._grow(request_index, tokens)
 
+    def hold(self, request_index: int, is_held: bool) -> None:
+        """Note whether an operator holds the request: others of its owner do not wait for its end."""
+        self._is_held[request_index] = is_held
+        self._first_of.pop(int(self._owner[request_index]), None)
+
     def cut(self, request_index: int) -> None:
         """The request has ended and generates no more: leave it room for what it has generated."""
         length = self.length(request_index)
@@ -344,15 +351,15 @@ class TokenLog:
         return self._extents.rounded(tokens * (1 + int(self._words[request_index])))
 
     def _may_grow(self, request_index: int, more: int) -> bool:
-        """Return whether its owner is within its share with `more` places, or no other request of the owner needs
-        less to its end."""
+        """Return whether its owner is within its share with `more` places, or no other request of the owner that is not
+        held needs less to its end."""
         owner, used = int(self._owner[request_index]), self.arena_tokens - self.free_places()
         if may_take(0, held=self._held[owner] + more, used=used + more, limit=self.arena_tokens):
             return True
         first = self._first_of.get(owner)
         if first is None:
             live = np.flatnonzero((self._owner == owner) & (self._units_max > 0))
-            owed = self._units_max[live] - self._units[live]
+            owed = self._units_max[live] - self._units[live] + self.arena_tokens * self._is_held[live]  # held ones last
             first = self._first_of[owner] = int(live[np.argmin(owed)])
         return first == request_index
 

@@ -51,7 +51,6 @@ FLAGS: Final = {
             "device_mem",
             "kv_dtype",
             "hot_size_classes",
-            "slab_tokens",
             "role",
             "seats",
             "draft_tokens",
@@ -91,9 +90,6 @@ FLAGS: Final = {
 )
 @click.option("--kv-dtype", metavar="KIND", help="Rows and index keys: float32, bfloat16, fp8; default: the model's.")
 @click.option("--hot-size-classes", metavar="SLOTS,...", help="Hot-buffer sizes to compare.")
-@click.option(
-    "--slab-tokens", type=TokenCount(), metavar="TOKENS", help="Prefill slab; default: room for one longest prompt."
-)
 @click.option("--role", type=click.Choice(["both", "decode"]), help="decode: other workers compute prompts.")
 @click.option("--seats", type=click.IntRange(1), help="Requests in one decode batch at most; default: as many as fit.")
 @click.option(

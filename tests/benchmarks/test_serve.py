@@ -50,6 +50,7 @@ def test_cells_are_those_of_the_published_workloads() -> None:
         "32k8k-48",
         "mix-16",
         "32k1-2",
+        "128k1-1",
         "turns-64",
     ]
     asked = cells_of(["agents", "mix"], ["mix-16", "agents-14:45", "mix-16"])

@@ -41,7 +41,7 @@ async def test_containers_that_grow_with_requests_are_in_the_table(autojump_cloc
     settings = CoordinatorSettings(live_requests_max=1_024, prefix_reuse="own")
     async with Life.over(settings=settings) as life:
         life.host_pages = 1_000
-        await life.add_worker("w0", seats=200, index_pages=1_000, hot_chunks=1_000, slab_pages=1_000)
+        await life.add_worker("w0", seats=200, index_pages=1_000, hot_chunks=1_000, prompt_max_tokens=64_000)
         await life.add_worker("w1", "n1", seats=1)
         looks = []
         for number in range(MANY + 1):

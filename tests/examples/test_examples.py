@@ -34,7 +34,7 @@ def python(*args: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     model, runtime_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("run")
-    write_tiny_checkpoint(model, index_topk=64, context_max_tokens=4096)
+    write_tiny_checkpoint(model, index_topk=64, context_max_tokens=4096, layers=2)
     with running(model, runtime_dir, "-n", "2") as it:
         yield it
 

@@ -181,7 +181,7 @@ def test_experts_of_every_pair_of_plans_are_those_of_torch(pair: ExpertPlans) ->
             hidden = activations(tokens, width)
             chosen = torch.rand(tokens, held + 3, device="cuda").argsort(1)[:, :2].contiguous() - 1  # some not held
             shares = torch.rand(tokens, 2, device="cuda")
-            got = experts(hidden, chosen, shares, *weights, 1, held + 3, quantized=False, tiles=pair)
+            got = experts(hidden, chosen, shares, *weights, 1, held + 3, tiles=pair)
             wanted = torch.zeros(tokens, width, device="cuda", dtype=torch.float64)
             for expert in range(held):
                 share = (shares.double() * (chosen == expert + 1)).sum(1, keepdim=True)
@@ -192,7 +192,7 @@ def test_experts_of_every_pair_of_plans_are_those_of_torch(pair: ExpertPlans) ->
             assert not got[unheld].any()
             if not bool(unheld.all()):
                 assert off(got, wanted) < 1.5e-2, (held, middle, width, tokens)
-            again = experts(hidden, chosen, shares, *weights, 1, held + 3, quantized=False, tiles=pair)
+            again = experts(hidden, chosen, shares, *weights, 1, held + 3, tiles=pair)
             assert torch.equal(got, again)
 
 
@@ -206,7 +206,7 @@ def test_an_experts_row_does_not_depend_on_how_others_are_routed(pair: ExpertPla
         moved[[0, place]] = moved[[place, 0]]
         given, weights = chosen.clone(), shares.clone()
         given[place], weights[place] = torch.tensor([1, 3], device="cuda"), shares[0]
-        return experts(moved, given, weights, *matrices, 0, 4, quantized=False, tiles=pair)[place]
+        return experts(moved, given, weights, *matrices, 0, 4, tiles=pair)[place]
 
     alone = row(torch.full((120, 2), -1, device="cuda"), 0)
     for place in (0, 63, 119):
@@ -224,7 +224,7 @@ def test_large_experts_take_the_kernel() -> None:
     pair = expert_plans_of(2048, 2048, 3)
     assert pair
     arguments = hidden, chosen, shares, *weights, 0, 16
-    own = experts(*arguments, quantized=False, tiles=pair)
+    own = experts(*arguments, tiles=pair)
     assert torch.equal(block_experts(*arguments), own)
-    by_triton = experts(*arguments, quantized=False, tiles=EXPERT_TILES[8])
+    by_triton = experts(*arguments, tiles=EXPERT_TILES[8])
     assert off(own, by_triton) < 1e-2

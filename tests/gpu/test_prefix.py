@@ -17,7 +17,7 @@ from tests.worker.loop.test_model import start  # noqa: E402
 from tests.worker.loop.test_prefix import PAGES, Pair  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
 from worker.streams import make_streams  # noqa: E402
-from worker.streams.cuda import CudaStreams  # noqa: E402
+from worker.streams.cuda import CudaStream, CudaStreams  # noqa: E402
 
 #: How late each load is: several steps.
 DELAY_S = 0.02
@@ -26,7 +26,9 @@ DELAY_S = 0.02
 def late_loads(omit: tuple[str, ...] = ()) -> CudaStreams:
     streams = make_streams("cuda", omit=omit)
     assert isinstance(streams, CudaStreams)
-    hold_back(streams._by_name["load"], DELAY_S)
+    for stream in (streams.load, streams.refill):  # index keys, and rows
+        assert isinstance(stream, CudaStream)
+        hold_back(stream, DELAY_S)
     return streams
 
 
@@ -45,9 +47,10 @@ def test_a_late_prefix_changes_no_token(hot_slots: int) -> None:
 
 
 @pytest.mark.mutation
-def test_a_prefix_that_is_not_waited_for_gives_wrong_tokens() -> None:
+@pytest.mark.parametrize("fence", ["index_loaded", "refilled"])
+def test_a_prefix_that_is_not_waited_for_gives_wrong_tokens(fence: str) -> None:
     shared(late_loads(), 64)  # the first launch of a kernel loads it, and waits for the device
-    assert shared(late_loads(("preloaded",)), 64).rig.wrong()
+    assert shared(late_loads((fence,)), 64).rig.wrong()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -112,9 +112,9 @@ def test_an_index_key_and_its_queries_turn_alike(
     kept = dtype if kind == "fp8" else form.dtype
     assert found.dtype == kept
     step = torch.finfo(kept).eps
-    torch.testing.assert_close(
-        found, turned.squeeze(2).to(kept), rtol=step, atol=4 * step if rotation is not None else 0
-    )
+    # A rotated value is a sum of DIM terms, which the two add in different orders.
+    atol = 0.0 if rotation is None else (16 if kept == torch.float32 else 4) * step
+    torch.testing.assert_close(found, turned.squeeze(2).to(kept), rtol=step, atol=atol)
     assert torch.equal(weights, raw.float() * heads**-0.5)
     check_rows(target, form.encode(key.view(tokens, DIM)), form, share=5e-2 if dtype == torch.bfloat16 else 0.6)
     again = RowTarget(torch.zeros(tokens, form.row_bytes, dtype=torch.uint8, device="cuda"))

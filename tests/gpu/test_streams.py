@@ -17,12 +17,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.gpu.delay import spin  # noqa: E402
-from worker.streams import FENCES, HOST, FenceError, make_streams  # noqa: E402
+from worker.streams import FENCES, HOST, STREAM_NAMES, FenceError, make_streams  # noqa: E402
 from worker.streams import cuda as backend  # noqa: E402
 from worker.streams.cuda import SAMPLE_EVERY, CudaStreams  # noqa: E402
 from worker.streams.waiting import wait_for_fence  # noqa: E402
 
 SPIN_S = 0.05
+#: A fence of each stream for which the host waits, in the order of STREAM_NAMES; none on swap and masks.
+LAST_FENCES = ("sampled", "staged", "durable", None, "preloaded", None, "refilled")
 
 
 def cuda(omit: tuple[str, ...] = ()) -> CudaStreams:
@@ -69,16 +71,16 @@ def test_streams_are_apart_and_launches_do_not_wait(streams: CudaStreams) -> Non
     torch.cuda.synchronize()
     began = time.perf_counter()
     fences = []
-    for stream, name in zip(streams.all, ("sampled", "staged", "durable", None, "preloaded", None), strict=True):
+    for stream, name in zip(streams.all, LAST_FENCES, strict=True):
         stream.launch("spin", partial(spin, SPIN_S))
-        fences += [stream.record(name)] if name else []  # the host waits for nothing on swap and masks
+        fences += [stream.record(name)] if name else []
     launched_s = time.perf_counter() - began
     assert not any(fence.done() for fence in fences)
     for fence in fences:
         fence.wait()
     assert launched_s < SPIN_S / 2
     assert time.perf_counter() - began < 2 * SPIN_S
-    assert len({stream.cuda.cuda_stream for stream in streams._by_name.values()}) == 5
+    assert len({stream.cuda.cuda_stream for stream in streams._by_name.values()}) == len(STREAM_NAMES)
 
 
 @pytest.mark.parametrize("name", FENCES)

@@ -96,7 +96,7 @@ class Twin:
 
     def upload(self) -> None:
         """The GPU twin becomes the CPU twin."""
-        for name in (*TABLES, *GIVEN, "eviction_queue", "rows", "index_keys"):
+        for name in (*TABLES, *GIVEN, "eviction_queue", "rows", "slab_rows", "index_keys"):
             getattr(self.gpu, name).copy_(getattr(self.cpu, name))
         self.gpu.host.copy_(self.cpu.host)
 

@@ -216,6 +216,15 @@ def test_a_layer_lies_over_the_one_two_before() -> None:
     assert torch.equal(read_slab_rows(rig.state, 1, 0, 64), kept[0])
 
 
+def test_views_of_the_slab_share_all_but_rows() -> None:
+    """A tensor of their own would be copied to the device amid a pass, and the host would wait for the copy."""
+    state = Rig(groups=(0, 0, 1), row_bytes=12, split=5).state
+    for layer in range(2):
+        view, own = vars(state.slab(layer)), {"rows", "planes", "row_words"}
+        assert {name for name, value in vars(state).items() if view.get(name) is not value} - {"_slab_views"} == own
+        assert view["rows"].data_ptr() == state.slab_rows[layer].data_ptr()
+
+
 def test_one_layer_goes_between_slab_and_host() -> None:
     """The view that staging and refills take of a layer moves its rows alone, and with the last layer index keys."""
     rig = Rig(groups=(0, 0, 1), row_bytes=12, split=5)

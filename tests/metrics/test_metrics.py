@@ -90,7 +90,7 @@ class World:
         )
 
 
-CAPACITY = WorkerCapacity(8, 64, 64, 64, 64, 1024, (4096,), 8, 1, "/tmp/pool")
+CAPACITY = WorkerCapacity(8, 64, 64, 4_096, 64, 1024, (4096,), 8, 1, "/tmp/pool")
 
 
 SIZING = HotFloorRow(0, 63, 5_300.0, 5_288.0, 11_914.0, 4_096, 12_421.0, 1, "4096 slots promises 4% more")

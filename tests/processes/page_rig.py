@@ -27,7 +27,7 @@ HEIGHT: Final = 640
 def conversing(directory: Path) -> Iterator[tuple[Up, Browser]]:
     """A cluster whose model is tiny and keeps prefixes, and a browser at its page."""
     model = directory / "tiny-glm"
-    write_tiny_checkpoint(model, "glm-5", index_topk=16, context_max_tokens=8_192)
+    write_tiny_checkpoint(model, "glm-5", index_topk=16, context_max_tokens=8_192, layers=2)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HISPARSE_COORDINATOR_PREFIX_REUSE", "own")
         run = directory / "run"

@@ -61,7 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each family."""
     paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     for family, path in paths.items():
-        write_tiny_checkpoint(path, family, index_topk=TOPK, context_max_tokens=2_048, predictable=True)
+        write_tiny_checkpoint(path, family, index_topk=TOPK, context_max_tokens=2_048, layers=2, predictable=True)
     return paths
 
 

@@ -112,7 +112,7 @@ async def test_stopped_and_continued_worker_does_no_harm(model: Path, tmp_path: 
     """I2: what it may still write stays quarantined, though others want it; its late reports are refused, it empties
     itself and begins anew. The pool is just large enough for the requests."""
     prompts, quarantined = prompts_of(12, REQUESTS), 0
-    config = missed_soon(crash_config(model, tmp_path, "6MiB"))
+    config = missed_soon(crash_config(model, tmp_path, "3MiB"))
     async with cluster_of_two(config, tmp_path) as (cluster, client, _):
         quiet, done = await decode_all(client, prompts, "quiet-"), trio.Event()
 

@@ -48,7 +48,7 @@ COPIED = "hisparse_worker_copied_bytes_total"
 WARM_STARTS = "hisparse_worker_warm_starts_total"
 PAGES = "hisparse_transfer_pages_total"
 ROLES = ("prefill", "prefill", "decode", "decode")
-HOST_MEM = "48MiB"
+HOST_MEM = "24MiB"
 #: Of the mixed prompts, with 640 tokens.
 LONGEST = 9
 #: Its prompt is on the prefill worker, or lately was.

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.pd, pytest.mark.process, pytest.mark.timeout(600)]
 #: One token, page borders, and prompts of many pages.
 PROMPTS = mixed_prompts()[:24]
 #: Some 80 pages a node: each has many owners in a run.
-HOST_MEM = "8MiB"
+HOST_MEM = "4MiB"
 #: How long what a child has done may take to be in its log.
 LIMIT_S = 150.0
 

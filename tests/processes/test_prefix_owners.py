@@ -86,7 +86,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HISPARSE_COORDINATOR_KV_EVENTS_ENDPOINT", f"ipc://{place}/events")
         patch.setenv("HISPARSE_COORDINATOR_KV_EVENTS_TOPIC", "kv-events")
-        flags = ("--http", "127.0.0.1:0", "--api-keys", str(keys), "--host-mem", "8MiB")
+        flags = ("--http", "127.0.0.1:0", "--api-keys", str(keys), "--host-mem", "4MiB")
         with running(model, place, *flags) as up:
             subscriber = context.socket(zmq.SUB)
             subscriber.connect(f"ipc://{place}/events")

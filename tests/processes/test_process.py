@@ -57,7 +57,6 @@ def admit(placement: int, *, generated: list[int] | None = None, durable: int = 
         sampling=Sampling(TOKENS, ignore_eos=True),
         host_pages=pack_int32(range(pages)),
         index_pages=pages,
-        slab_pages=0 if durable else pages_for(len(PROMPT)),
         hot_slots=128,
         hot_chunks=3,
     )

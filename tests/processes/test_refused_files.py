@@ -22,7 +22,7 @@ LIMIT_S = 240.0
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "model"
-    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=4096)
+    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=4096, layers=2)
     return path
 
 

@@ -37,7 +37,7 @@ LIMIT_S = 150.0
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=4096)
+    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=4096, layers=2)
     return path
 
 
@@ -177,7 +177,7 @@ def test_unfinished_requests_of_another_model_refuse_the_start_until_aborted(mod
         name = up.submit_endless()
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(LIMIT_S) == 0
-    write_tiny_checkpoint(tmp_path / "other", index_topk=64, context_max_tokens=2048)
+    write_tiny_checkpoint(tmp_path / "other", index_topk=64, context_max_tokens=2048, layers=2)
     command = command_for(tmp_path / "other", tmp_path)
     refused = zygote.run(command, LIMIT_S)
     assert refused.returncode == 8

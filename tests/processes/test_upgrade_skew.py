@@ -26,7 +26,7 @@ from hisparse.cluster import children
 from hisparse.cluster.children import Child, child_environ, stop_children
 from protocol.config import pool_path, to_environ
 from protocol.messages import PROTOCOL_VERSION
-from protocol.settings import Config, WorkerSettings
+from protocol.settings import Config
 from protocol.skew import PROTOCOL_VERSION_MIN
 from tests.support import upgrade_load
 from tests.support.cluster_rig import cluster_config, write_model
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.process, pytest.mark.upgrade, pytest.mark.timeout(600)
 
 ROOT: Final = Path(__file__).parents[2]
 #: The last commit that speaks PROTOCOL_VERSION_MIN, or an earlier one than this where both speak it.
-COMMIT: Final = "cdaa0bf62d2ac1deb1e5a192e6ae4113f7cd8e23"
+COMMIT: Final = "30cd8b6a9740441e04f62a54d0f42e4b123683c7"
 OLDER: Final = "older"
 NEWER: Final = "newer"
 WORKERS: Final = ("worker-0", "worker-1")
@@ -153,8 +153,7 @@ class Load:
 async def older_cluster(tmp_path: Path, tree: Path) -> AsyncIterator[tuple[Rig, Load]]:
     """A coordinator and two workers of COMMIT, under load."""
     config = cluster_config(write_model(tmp_path / "model"), tmp_path / "run", streams="inline")
-    # the older version has no such setting; both compute 512 tokens together by default
-    worker = msgspec.structs.replace(config.worker, pool_dir=str(tmp_path), pass_tokens=WorkerSettings().pass_tokens)
+    worker = msgspec.structs.replace(config.worker, pool_dir=str(tmp_path))
     config = msgspec.structs.replace(config, worker=worker)
     rig = Rig(config, {OLDER: tree, NEWER: ROOT}, tmp_path)
     try:

@@ -64,8 +64,15 @@ def test_a_gap_target_is_a_number_of_milliseconds_or_automatic() -> None:
         assert built(environ=to_environ(Config(worker=worker))).worker.gap_target_ms == found
 
 
-@pytest.mark.parametrize("name", ["prefill_chunk_tokens", "group_prompt_rounds_max"])
-def test_settings_that_are_gone_are_refused_with_what_took_their_place(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [
+        ("prefill_chunk_tokens", "worker.gap_target_ms"),
+        ("group_prompt_rounds_max", "worker.gap_target_ms"),
+        ("slab_tokens", "the longest prompt (worker.context_max_tokens)"),
+    ],
+)
+def test_settings_that_are_gone_are_refused_with_what_took_their_place(name: str, successor: str) -> None:
     variable = f"HISPARSE_WORKER_{name.upper()}"
     sources = ("hisparse.toml", f"worker.{name}"), ("the environment", variable), ("the command line", f"worker.{name}")
     refusals = [
@@ -76,7 +83,7 @@ def test_settings_that_are_gone_are_refused_with_what_took_their_place(name: str
     for refused, (origin, field) in zip(refusals, sources, strict=True):
         assert (refused.field, refused.value) == (field, "2")
         assert refused.message == f"{origin} names a setting that is gone"
-        assert refused.remedy.startswith("remove it; worker.gap_target_ms")
+        assert refused.remedy.startswith(f"remove it; {successor}")
 
 
 def test_machine_dependent_defaults_are_filled_once() -> None:

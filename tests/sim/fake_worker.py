@@ -196,7 +196,6 @@ class Run:
     output: Output
     pages: list[int]
     index_pages: int
-    slab_pages: int
     hot_slots: int
     hot_chunks: int
     status: str  # prefilling, staging, loading, running, parked, leaving
@@ -356,7 +355,9 @@ class FakeExecutor:
         self._on_decode = on_decode
         self._commands: deque[Command] = deque()
         self._alarm = Alarm()
-        self._prompts: SimPrompts[Run] = SimPrompts(rng, trio.current_time, PAGE_TOKENS)
+        self._prompts: SimPrompts[Run] = SimPrompts(
+            rng, trio.current_time, PAGE_TOKENS, capacity.prompt_max_tokens // PAGE_TOKENS
+        )
         self._steps: deque[Step] = deque()
         self._hung_until = 0.0
         self._rounds = rounds
@@ -485,7 +486,7 @@ class FakeExecutor:
             self._reports.add_event(Finished(admit.placement, output.reason, output.generated_tokens, output.tail_text))
             self._reports.add_event(Released(admit.placement, admit.durable_tokens))
             return
-        durable, by_steps = admit.durable_tokens, _by_steps(admit)
+        durable, by_steps = admit.durable_tokens, admit.by_steps
         if durable and not len(prompt) <= durable < len(prompt) + output.forced:
             raise Violation(
                 "I3",
@@ -503,7 +504,6 @@ class FakeExecutor:
             output=output,
             pages=unpack_int32(admit.host_pages, "host_pages").tolist(),
             index_pages=admit.index_pages,
-            slab_pages=admit.slab_pages,
             hot_slots=admit.hot_slots,
             hot_chunks=admit.hot_chunks,
             status="loading" if durable or by_steps else "prefilling",
@@ -648,7 +648,6 @@ class FakeExecutor:
     def _take_over(self, run: Run) -> None:
         run.writes.clear()
         run.progress.durable = len(run.prompt)
-        run.slab_pages = 0
         self._report_durable(run)
         self._reports.add_event(Staged(run.placement, 1.0, 1.0))
         if run.sending is not None:
@@ -837,8 +836,7 @@ class FakeExecutor:
                 len(run.pages),
                 run.hot_chunks,
                 index_pages=run.index_pages,
-                slab_pages=run.slab_pages,
-                chunks=run.hot_chunks + run.slab_pages,
+                chunks=run.hot_chunks,
                 is_leaving=run.status == "leaving",
             )
             for run in self.runs.values()
@@ -851,7 +849,7 @@ class FakeExecutor:
         rows, capacity = [row for row, _ in self._held()], self._capacity
         return FreeDeviceMemory(
             seats=capacity.seats - len(rows),
-            chunks=capacity.hot_chunks + capacity.slab_pages - sum(row.chunks for row in rows),
+            chunks=capacity.hot_chunks - sum(row.chunks for row in rows),
             index_pages=capacity.index_pages - sum(row.index_pages for row in rows),
         )
 
@@ -862,7 +860,6 @@ class FakeExecutor:
             ("seats", len(runs) + len(self.transfers), capacity.seats),
             ("hot chunks", sum(_chunks(run) for run in runs), capacity.hot_chunks),
             ("index pages", sum(run.index_pages for run in runs), capacity.index_pages),
-            ("slab pages", sum(run.slab_pages for run in runs), capacity.slab_pages),
         )
         for what, given, total in rows:
             if given > total:
@@ -870,15 +867,10 @@ class FakeExecutor:
         for run in runs:
             if not (capacity.decodes or run.hot_slots == NO_HOT_BUFFER):
                 raise Violation("I2", f"placement {run.placement} is to be decoded by a worker that only prefills")
-            if not (capacity.prefills or run.admit.durable_tokens or _by_steps(run.admit)):
+            if not capacity.prefills and run.admit.computes_prompt:
                 raise Violation("I2", f"placement {run.placement} is to be prefilled by a worker that only decodes")
             if run.index_pages != len(run.pages) or len(set(run.pages)) != len(run.pages):
                 raise Violation("I1", f"placement {run.placement} has pages {run.pages}, {run.index_pages} index pages")
-
-
-def _by_steps(admit: Admit) -> bool:
-    """Whether the rest of a prompt behind its first pages goes through decode steps."""
-    return admit.prefix_tokens > 0 and not admit.slab_pages
 
 
 def _chunks(run: Run) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
+from protocol.units import pages_for
 from tests.sim.trace import Violation
 from worker.device.passes import PASSES_MAX, PassPlace, PassUnit
 from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
@@ -46,11 +47,13 @@ class SimPass(Generic[P]):
 
 @dataclass(eq=False)
 class SimPrompts(Generic[P]):
-    """Prompts of one worker. `page_tokens` is the size of pages, behind which prompts are cut."""
+    """Prompts of one worker. `page_tokens` is the size of pages, behind which prompts are cut; the slab has
+    `slab_pages`."""
 
     rng: random.Random
     clock: Callable[[], float]
     page_tokens: int
+    slab_pages: int
     prompts: list[P] = field(default_factory=list)
     open: list[SimPass[P]] = field(default_factory=list)
 
@@ -82,7 +85,7 @@ class SimPrompts(Generic[P]):
         while self.open and not self.open[-1].parts:
             self.open.pop()
         if not self.open:
-            self._begin(self._order.compose(self._eligible(), self.tokens))
+            self._begin(self._compose(self.tokens))
         elif len(self.open) < PASSES_MAX:
             self._begin(self._preempting(self.tokens))
         return self.open[-1].place.unit(self.block()) if self.open else None
@@ -91,14 +94,14 @@ class SimPrompts(Generic[P]):
 
     def wished(self) -> tuple[int, int]:
         """Tokens for the next pass, and for one that preempts the open one."""
-        taken = self._order.compose(self._eligible(behind_open=True), self.tokens)
+        taken = self._compose(self.tokens, behind_open=True)
         urgent = self._preempting(self.tokens) if len(self.open) == 1 else []
         return _tokens(taken), _tokens(urgent)
 
     def begin(self, rows: int) -> None:
         """A pass of the group opens."""
         limit = min(rows, self.tokens)
-        taken = self._preempting(limit) if self.open else self._order.compose(self._eligible(), limit)
+        taken = self._preempting(limit) if self.open else self._compose(limit)
         if not self._begin(taken, rows):
             self.open.append(SimPass(PassPlace(0, rows, LAYERS), [], []))
 
@@ -128,11 +131,19 @@ class SimPrompts(Generic[P]):
                 found.append(WaitingPrompt(run.placement, run.owner, start, count, self.clock() - run.since))
         return found
 
+    def _compose(self, tokens: int, *, behind_open: bool = False) -> list[Taken]:
+        pages = self.slab_pages if behind_open else self._free_pages()
+        return self._order.compose(self._eligible(behind_open=behind_open), tokens, pages)
+
+    def _free_pages(self) -> int:
+        """Pages of the slab that open passes leave."""
+        return self.slab_pages - sum(pages_for(stop) for opened in self.open for _, _, stop in opened.parts)
+
     def _preempting(self, tokens: int) -> list[Taken]:
         opened = self.open[-1]
         left = opened.left_tokens or [self.tokens]
         tokens = min(tokens, opened.place.rows - opened.preempting)
-        return self._order.preempting(self._eligible(), left, opened.place.rows_left, tokens)
+        return self._order.preempting(self._eligible(), left, opened.place.rows_left, tokens, self._free_pages())
 
     def _begin(self, taken: Sequence[Taken], rows: int = 0) -> bool:
         if not taken:
@@ -143,6 +154,8 @@ class SimPrompts(Generic[P]):
             self.open[-1].preempting += _tokens(taken)
         left = [len(run.prompt) - run.prefilled for run, _, _ in parts]
         self.open.append(SimPass(PassPlace(0, rows or _tokens(taken), LAYERS), parts, left))
+        if self._free_pages() < 0:
+            raise Violation("prompts", f"open passes need {-self._free_pages()} slab pages more than there are")
         for run, start, stop in parts:
             self._order.took(run.owner, stop - start)
         return True

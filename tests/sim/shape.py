@@ -122,12 +122,12 @@ def _draw_roles(rng: random.Random, nodes: list[str]) -> dict[str, str]:
     return {"w0": first, last: rng.choice((messages.DECODE, messages.DECODE, messages.BOTH))}
 
 
-def _capacity(seats: int, hot_chunks: int, index_pages: int, slab_pages: int, host_pages: int) -> WorkerCapacity:
+def _capacity(seats: int, hot_chunks: int, index_pages: int, prompt_pages: int, host_pages: int) -> WorkerCapacity:
     return WorkerCapacity(
         seats=seats,
         hot_chunks=hot_chunks,
         index_pages=index_pages,
-        slab_pages=slab_pages,
+        prompt_max_tokens=prompt_pages * PAGE_TOKENS,
         host_pages=host_pages,
         page_bytes=1024,
         hot_size_classes=(PAGE_TOKENS, 2 * PAGE_TOKENS),

@@ -68,7 +68,7 @@ def byte_tokenizer_json(special: Sequence[str] = ("<bos>", "<eos>", "<pad>")) ->
 
 def write_chat_model(path: Path) -> Path:
     """A tiny checkpoint with a tokenizer.json and a chat template."""
-    write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=2_048)
+    write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=2_048, layers=2)
     (path / "tokenizer.json").write_bytes(byte_tokenizer_json())
     eos = {"__type": "AddedToken", "content": "<eos>"}
     settings = {"bos_token": "<bos>", "eos_token": eos, "chat_template": TEMPLATE}

@@ -211,7 +211,7 @@ def colocated_outputs(model: Path, run_dir: Path) -> list[list[int]]:
     async def run() -> list[list[int]]:
         directory = run_dir / "both"
         directory.mkdir(mode=0o700, exist_ok=True)
-        async with cluster_of_two(crash_config(model, directory, "48MiB"), directory) as (_, client, _):
+        async with cluster_of_two(crash_config(model, directory, "24MiB"), directory) as (_, client, _):
             return await decode_all(client, mixed_prompts(), "both-")
 
     outputs: list[list[int]] = made_once(run_dir, "colocated", lambda: trio.run(run))

@@ -28,7 +28,7 @@ SETTINGS: Final = {
     "worker.deterministic": "true",
     "worker.stream_backend": "simulated",
     "worker.dtype": "float32",
-    "worker.host_mem": "48MiB",
+    "worker.host_mem": "24MiB",
     "worker.device_mem": "64MiB",
     "worker.context_max_tokens": "1024",
     "worker.hot_size_classes": "64,128,256",

@@ -69,14 +69,14 @@ def _write_chat_model(path: Path) -> None:
 def _write_agents_model(path: Path) -> None:
     from worker.runners.tiny import write_tiny_checkpoint
 
-    write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=8_192)
+    write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=8_192, layers=2)
 
 
 def _write_published_model(path: Path) -> None:
     from tests.support.http_rig import deepseek_tokenizer_json
     from worker.runners.tiny import write_tiny_checkpoint
 
-    write_tiny_checkpoint(path, "deepseek-v3.2", index_topk=16, context_max_tokens=8_192)
+    write_tiny_checkpoint(path, "deepseek-v3.2", index_topk=16, context_max_tokens=8_192, layers=2)
     (path / "tokenizer_config.json").write_text("{}")
     (path / "tokenizer.json").write_bytes(deepseek_tokenizer_json())
 

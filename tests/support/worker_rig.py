@@ -37,7 +37,6 @@ SETTINGS = WorkerSettings(
     pass_tokens=64,
     layer_group="1KiB",
     context_max_tokens=512,
-    slab_tokens=512,
     host_mem="512KiB",
     device_mem="256KiB",
 )

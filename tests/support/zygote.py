@@ -5,7 +5,8 @@
        └─────────── parent, while it was the reaper of orphans ─────────────────────┘
 
 Importing both takes 4 s of CPU time, most of what a worker with a tiny checkpoint needs to start; what a coordinator
-imports takes 0.5 s, and a command 0.3 s. A process that is forked runs the same module with the same arguments,
+imports takes 0.5 s, and a command 0.3 s. So processes of pytest-xdist are forked too, each with a zygote of its own
+that is forked from it at its start. A process that is forked runs the same module with the same arguments,
 environment and descriptors as one that is executed, and pytest is its parent. Its command line and /proc/PID/environ
 are the zygote's. A command that starts a cluster, and is forked, first forks a zygote of its own, from which its
 children are forked in turn. Processes that are executed are tested elsewhere. An HTTP front is always executed: it has
@@ -44,6 +45,8 @@ MODULES: Final = (
     "tests.support.standing",
 )
 STANDING: Final = "tests.support.standing"
+#: A process of pytest-xdist: what execnet would execute, run by this module.
+XDIST: Final = "tests.support.xdist_process"
 WORKER: Final = "worker"
 FRONT: Final = "http"
 #: Commands that start a cluster, and a module that does.
@@ -159,13 +162,15 @@ def run(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[s
 def main() -> None:
     from transformers import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM  # noqa: F401  # their modules are lazy
 
+    import coordinator.service  # noqa: F401
+    import hisparse.cli
+    import hisparse.cluster.keeper
+    import hisparse.cluster.up  # noqa: F401
     import tests.support.worker_rig  # noqa: F401
     import worker.group.group
     import worker.process
     import worker.runners.transformers_dsa  # noqa: F401
-    from worker.runners import invariance
 
-    vars(invariance)["TRIALS"] = TRIALS
     gc.collect()
     gc.freeze()  # a collection in a forked process, also at its end, would copy all of this memory: 1.4 s of CPU time
     serve(socket.socket(fileno=int(sys.argv[1])))
@@ -196,8 +201,8 @@ def serve(connection: socket.socket) -> None:
     become(json.loads(job), descriptors)
 
 
-def fork_children() -> None:
-    """Let this process, which has one thread, fork the children of a cluster that it starts later."""
+def fork_own() -> None:
+    """Give this process, which has one thread, a zygote of its own."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
         ours.close()
@@ -205,7 +210,6 @@ def fork_children() -> None:
         sys.exit()
     theirs.close()
     _own[:] = [Zygote(ours)]
-    vars(children)["subprocess"] = FORKING
 
 
 def become(job: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
@@ -225,8 +229,14 @@ def become(job: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(job["environ"])
     sys.argv = job["argv"]
+    if job["argv"][0] == XDIST:
+        end_as_interpreter(XDIST)
     if STARTERS & {*job["argv"][:2]}:
-        fork_children()
+        fork_own()
+        vars(children)["subprocess"] = FORKING  # of the cluster that it starts
+    from worker.runners import invariance
+
+    vars(invariance)["TRIALS"] = TRIALS
     end_as_interpreter(job["argv"][0])
 
 

@@ -136,7 +136,7 @@ def _choice(settings: WorkerSettings, geometry: Geometry, info: ModelInfo, worke
     short = misfit(length, capacity, "worker")
     if short:
         raise CapacityError(
-            f"not one request of this length fits: it {', it '.join(short)}",
+            f"not one request of this length fits: it {', it '.join(it.text for it in short)}",
             field="context",
             value=settings.context_max_tokens,
             remedy="give more memory, or a shorter context",
@@ -180,8 +180,8 @@ def _report(
         host_pages=capacity.host_pages,
         requests_by_host=capacity.host_pages // pages,
         index_bytes_per_request=pages * geometry.index_page_bytes,
-        slab_bytes=capacity.slab_pages * geometry.slab_page_bytes,
-        prompt_max_tokens=min(settings.context_max_tokens, capacity.slab_pages * PAGE_TOKENS) * capacity.prefills,
+        slab_bytes=sizing.slab_pages * geometry.slab_page_bytes,
+        prompt_max_tokens=capacity.prompt_max_tokens * capacity.prefills,
         miss_bytes_per_step=geometry.topk * geometry.layers * geometry.row_bytes,
         resident=min(sizing.device_bytes // (pages_for(settings.context_max_tokens) * geometry.page_bytes), SEATS_MAX),
         choices=choices,

@@ -3,8 +3,9 @@
 Host memory is host pages and nothing else. Device memory (`device_mem`, the budget for KV) is cut in this order:
 
     bookkeeping    seat tables, tails, counters: grows with seats and the longest context, not with tokens held
-    prefill slab   rows of two layers of `slab_tokens`; by default of one longest prompt, in at most half of what is
-                   left. A worker of role decode computes no prompts and has one page, since none would be no worker's
+    prefill slab   rows of two layers of one longest prompt, in at most half of what is left, and for passes of several
+                   prompts as many more as a small share holds. A worker of role decode computes no prompts and has one
+                   page
     index pages    as many as host pages or seats can use, at most their share of what is left: without its index keys a
                    context in host memory cannot be decoded
     hot chunks     the rest, at most `hot_chunks_max`
@@ -19,14 +20,16 @@ With `device_mem` = auto the budget is DEVICE_SHARE of what a GPU has free once 
 what open prompt passes leave of that, if it is less; the rest is for graphs, scratch memory of steps, and libraries.
 What steps take is known after the warm-up only, and printed then.
 
-Contexts are limited by the smallest of these: the prompt by the slab, the whole by index pages, host pages and, in the
-smallest hot buffer, by nothing else. `longest_context_tokens` says which length fits a worker that serves it alone.
+A request is refused by the first of these that it exceeds: the context limit, index pages, host pages, hot chunks of
+the smallest hot buffer and, with its prompt, the slab. `longest_context_tokens` says which length fits a worker that
+serves it alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from kernels.layout import QUEUE_RING, Geometry
 from protocol.byte_sizes import AUTO, parse_size
@@ -45,8 +48,12 @@ from protocol.sizing import smallest_chunks
 from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, managed_chunks, pages_for
 from worker.device.step_rows import StepRows
 
-#: Share of the budget, bookkeeping aside, that the prefill slab takes at most unless `slab_tokens` asks for more.
+#: Share of the budget, bookkeeping aside, that the prefill slab takes at most.
 SLAB_SHARE = 0.5
+#: Beside one longest prompt: so that a pass packs prompts with long prefixes, and short ones preempt a long one. Eight
+#: prompts of 500 tokens behind 32k, half a pass, have 262,144 rows.
+PACKED_SHARE: Final = 1 / 32
+PACKED_PAGES_MAX: Final = 4_096
 #: Share of what is then left that index pages take at most when no length is aimed at.
 INDEX_SHARE = 0.5
 #: Share of a GPU's free memory that `device_mem` = auto takes.
@@ -57,9 +64,10 @@ STEP_SHARE = 0.95
 
 @dataclass(frozen=True)
 class Sizing:
-    """Counts for the coordinator, and the widths of the tables that belong to them."""
+    """Counts for the coordinator, the pages of the slab, and the widths of the tables that belong to them."""
 
     capacity: WorkerCapacity
+    slab_pages: int
     context_max_tokens: int
     max_pages: int
     max_chunks: int
@@ -84,7 +92,7 @@ class Sizing:
                 "chunk_rows": PAGE_TOKENS,
                 "hot_size_classes": ",".join(map(str, c.hot_size_classes)),
                 "index_pages": c.index_pages,
-                "slab_pages": c.slab_pages,
+                "slab_pages": self.slab_pages,
                 "bookkeeping_bytes": self.bookkeeping_bytes,
             },
             {
@@ -133,7 +141,7 @@ def size_worker(
             seats=settings.seats,
             hot_chunks=chunks,
             index_pages=index_pages,
-            slab_pages=slab,
+            prompt_max_tokens=min(context, slab * PAGE_TOKENS),
             host_pages=host_pages,
             page_bytes=geometry.page_bytes,
             hot_size_classes=classes,
@@ -143,6 +151,7 @@ def size_worker(
             role=settings.role,
             row_format=geometry.row_format,
         ),
+        slab_pages=slab,
         context_max_tokens=context,
         max_pages=max_pages,
         max_chunks=max_chunks,
@@ -249,9 +258,8 @@ def _bookkeeping_bytes(
 def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, left: int) -> int:
     if settings.role == DECODE:
         return 1
-    if settings.slab_tokens:
-        return min(pages_for(settings.slab_tokens), max_pages)
-    return min(max_pages, max(0, int(left * SLAB_SHARE)) // geometry.slab_page_bytes)
+    longest = min(max_pages, max(0, int(left * SLAB_SHARE)) // geometry.slab_page_bytes)
+    return longest + min(PACKED_PAGES_MAX, max(0, int(left * PACKED_SHARE)) // geometry.slab_page_bytes)
 
 
 def _index_bytes(
@@ -296,5 +304,5 @@ def _require_room(
             f"buffer needs {managed_chunks(smallest)} chunks of {geometry.chunk_bytes} bytes",
             field="worker.device_mem",
             value=settings.device_mem,
-            remedy="raise it, or lower worker.seats, worker.slab_tokens or worker.hot_size_classes",
+            remedy="raise it, or lower worker.seats, worker.context_max_tokens or worker.hot_size_classes",
         )

@@ -209,7 +209,9 @@ class Link:
             return
         counters = self.state.counters
         before = counters.welcomes
-        self._perform(self.state.received(message, trio.current_time()))
+        if actions := self.state.received(message, trio.current_time()):
+            self._perform(actions)
+            self._rouse()
         if counters.welcomes > before:
             log.info("welcomed", extra=fields(incarnation=self.state.incarnation, epoch=self.state.outbox.epoch))
 
@@ -217,6 +219,7 @@ class Link:
         next_report = next_beat = trio.current_time()
         self._is_dirty = True
         while True:
+            self._wake = trio.Event()
             now = trio.current_time()
             if self._is_dirty and now >= next_report:
                 self._is_dirty = False
@@ -234,7 +237,7 @@ class Link:
             except trio.TooSlowError:
                 return self._end(Drop("blocked", f"the socket took nothing for {SEND_LIMIT_S} s"))
             with trio.move_on_at(min(next_beat, next_report) if self._is_dirty else next_beat):
-                await self._wait_for_wake()
+                await self._wake.wait()
 
     async def _flush(self, dealer: DealerSocket) -> None:
         """Send what is due, and one piece of the tokenizer when nothing else is."""
@@ -264,7 +267,6 @@ class Link:
                     self._end(Drop("refused", action.error.message))
                 case _:
                     assert_never(action)
-        self._rouse()
 
     def _send(self, message: WorkerMessage) -> None:
         if len(self._outgoing) >= OUTGOING_MAX:
@@ -290,10 +292,6 @@ class Link:
     def _rouse(self) -> None:
         self._wake.set()
 
-    async def _wait_for_wake(self) -> None:
-        await self._wake.wait()
-        self._wake = trio.Event()
-
     # ---------------------------------------------------------------- stopping
 
     async def _see_to_stop(self, scope: trio.CancelScope) -> None:
@@ -302,6 +300,7 @@ class Link:
         await self._stop_asked.wait()
         await _until(lambda: not held() or trio.current_time() >= self._stop_at)
         self._perform(self.state.stop(self._executor.counters))
+        self._rouse()
         with trio.move_on_after(RELEASE_LIMIT_S):
             await _until(lambda: not held())
         self._was_emptied = not held()

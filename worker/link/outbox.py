@@ -209,7 +209,7 @@ class Outbox:
         if isinstance(admit, Admit):
             row.hot_slots, row.hot_chunks = admit.hot_slots, admit.hot_chunks
             row.generated_tokens, row.durable_tokens = len(admit.generated) // 4, admit.durable_tokens
-            row.is_staged = admit.durable_tokens > 0 or not admit.slab_pages
+            row.is_staged = not admit.computes_prompt
         with self._lock:
             self._rows[admit.placement] = row
 

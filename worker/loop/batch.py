@@ -45,14 +45,14 @@ class Status(Enum):
 @dataclass(slots=True)
 class SeatMemory:
     """What a request holds; only Seats changes it. `hot_slots` and `hot_chunks` are what was granted; `hot` is what is
-    in use. `slab` are slab pages, until its prompt is in host memory."""
+    in use. `slab` are slab pages, of an open pass."""
 
     host_pages: list[int]
     index_pages: list[int]
-    slab: list[int]
     hot: HotBuffer
     hot_slots: int
     hot_chunks: int
+    slab: list[int] = field(default_factory=list)
 
     @property
     def rows_max(self) -> int:

@@ -167,17 +167,6 @@ class Executor:
         warm_start = TopkBuffers(g, self.state.rows.device)
         self._groups = LayerGroups.of(g, parse_size(settings.layer_group, "worker.layer_group"))
         self._prefix_unit = prefix_unit_tokens(settings)
-        self._prefill = Prefill(
-            *parts,
-            pass_tokens=settings.pass_tokens,
-            groups=self._groups,
-            staging=self._note_staging,
-            drafts=rows.draft_tokens > 0,
-            outputs=StepOutputs.allocate(
-                1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
-            ),
-            warm_start=warm_start,
-        )
         self._grammars = Grammars(streams, sampler.adjust, tokenizer, runner.info, self.wake)
         self._seats = Seats(
             streams,
@@ -191,6 +180,18 @@ class Executor:
             drafting,
             runner.info.eos_token_ids,
         )
+        self._prefill = Prefill(
+            *parts,
+            self._seats,
+            pass_tokens=settings.pass_tokens,
+            groups=self._groups,
+            staging=self._note_staging,
+            drafts=rows.draft_tokens > 0,
+            outputs=StepOutputs.allocate(
+                1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
+            ),
+            warm_start=warm_start,
+        )
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         tokens = settings.pass_tokens // block * block if block else settings.pass_tokens
@@ -199,6 +200,7 @@ class Executor:
             PromptOrder(packs=not settings.deterministic, unit_tokens=block or PAGE_TOKENS),
             self._pace,
             self._swap,
+            self._seats,
             streams,
             PassSizes(runner.info.layers, tokens),
             may_launch=self._may_launch,
@@ -286,7 +288,8 @@ class Executor:
     def _take_turn(self) -> bool:
         """Launch units and a step, and read the steps beyond the lookahead; whether there was any."""
         ready = self._ready()
-        prompt = busy = self._launch_prompts(beside_steps=bool(ready))
+        beside_steps = bool(ready) or self._decoder.in_flight > 0  # the tokens of a last step wait for units, too
+        prompt = busy = self._launch_prompts(beside_steps=beside_steps)
         if ready:
             self._launch_step(ready, is_alone=not prompt)
         busy |= self._read(self._lookahead if ready else 0, beside_prompt=prompt)
@@ -592,9 +595,7 @@ class Executor:
         """A prompt seen in host memory: its rows are durable, and its hot buffer is set up. Or it has been here for its
         prompt alone, and leaves."""
         request.progress.durable = request.prompt_tokens
-        if request.prefills_only:
-            self._seats.free_slab(request)
-        else:
+        if not request.prefills_only:
             self._seats.take_over(request)
         self._report.staged(request, self._clock() - request.since_s)
         if request.outgoing is not None:
@@ -621,7 +622,8 @@ class Executor:
     # ---------------------------------------------------------------- launches
 
     def _launch_prompts(self, *, beside_steps: bool) -> bool:
-        """Launch first tokens that waited for a mask, and units before the next step; whether there was any."""
+        """Launch first tokens that waited for a mask, and units before the next step; whether there was any. Without
+        steps it is one unit: where launches return once they have run, what it completed is polled before the next."""
         busy, gap = self._draw_late(), self._pace.gap(beside_steps=beside_steps)
         while beside_steps or not self._prompts.held():
             unit = self._prompts.next(beside_steps=beside_steps, left_s=gap.left_s)
@@ -631,7 +633,7 @@ class Executor:
                 self._draw_first(*part)
             self.counters.prompt_units += 1
             busy = True
-            if self._commands:
+            if self._commands or not beside_steps:
                 break
         return busy
 
@@ -753,6 +755,7 @@ class Executor:
             self.counters.stepped(seconds, len(step.requests), is_alone=step.is_alone)
             if not step.is_alone:
                 self.counters.gap_s.observe(seconds)
+                self._pace.waited(seconds)
             self._note_pace()
             if self._lengths is not None:
                 self._lengths.observe(step_seen(step, seconds))
@@ -873,7 +876,6 @@ def _row_of(request: RunningRequest) -> InventoryRow:
         len(memory.host_pages),
         memory.hot_chunks,
         index_pages=len(memory.index_pages),
-        slab_pages=len(memory.slab),
-        chunks=len(memory.slab) + len(memory.hot.chunks),
+        chunks=len(memory.hot.chunks),
         is_leaving=request.status is Status.LEAVING,
     )

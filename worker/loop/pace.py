@@ -7,7 +7,9 @@ that was not measured, or not among the last STALE_UNITS, is taken to grow with 
 was, since all units read the same weights: so it is tried again now and then.
 
     target    worker.gap_target_ms; auto: AUTO_FACTOR plain steps; 0: none
-    budget    AIM of the target, without the plain step: seconds of units between two steps
+    budget    what the target leaves of a plain step and a margin: seconds of units between two steps
+    margin    measured: a gap above the target widens it, one within narrows it by far less, so that SLOW_GAPS of all
+              gaps are above (the stochastic approximation of a quantile, Robbins and Monro 1951)
     block     the largest size whose unit takes no longer than a plain step, nor than the budget
     units     as many as fit the budget, and at least one, since prompts must go on; the last ones smaller, to fill it
 
@@ -25,8 +27,12 @@ from protocol.settings import GapTarget
 
 #: Of automatic targets: plain steps to a gap.
 AUTO_FACTOR: Final = 2.2
-#: The share of a target that is aimed at: measured times have a tail.
-AIM: Final = 0.95
+#: Shares of a target: the margin before gaps were measured, at most, and what a gap above the target adds.
+MARGIN: Final = 0.05
+MARGIN_MAX: Final = 0.3
+MARGIN_STEP: Final = 0.01
+#: The share of gaps that may be above the target: less than the one in a hundred that it allows.
+SLOW_GAPS: Final = 0.008
 #: Deviations from the mean at which about one unit in a hundred is slower.
 DEVIATIONS: Final = 2.0
 #: Weight of the latest measurement.
@@ -89,6 +95,7 @@ class Pacing(Protocol):
     def unit_s(self, rows: int) -> float: ...
     def units(self, rows: int, *, beside_steps: bool) -> int: ...
     def stepped(self, seconds: float) -> None: ...
+    def waited(self, seconds: float) -> None: ...
     def ran(self, rows: int, seconds: float) -> None: ...
     @property
     def plain_step_s(self) -> float: ...
@@ -108,6 +115,7 @@ class Pace:
         self._sizes: Sequence[int] = block_sizes(block_max)
         self._units: dict[int, MovingTime] = {}
         self._step: MovingTime | None = None
+        self._margin = MARGIN
         self._ran = 0
 
     def stepped(self, seconds: float) -> None:
@@ -115,6 +123,12 @@ class Pace:
         if self._step is None:
             self._step = MovingTime(seconds)
         self._step.take(seconds)
+
+    def waited(self, seconds: float) -> None:
+        """A gap with prompt units in it took `seconds`."""
+        if 0 < self.plain_step_s < self.target_s:
+            change = 1 - SLOW_GAPS if seconds > self.target_s else -SLOW_GAPS
+            self._margin = min(MARGIN_MAX, max(0.0, self._margin + MARGIN_STEP * change))
 
     def ran(self, rows: int, seconds: float) -> None:
         """A unit of `rows` took `seconds` on the device."""
@@ -146,7 +160,7 @@ class Pace:
         """Seconds of units between two steps; infinite without a target, 0 where it leaves none."""
         if self._target_ms == 0:
             return inf
-        return max(0.0, AIM * self.target_s - self.plain_step_s)
+        return max(0.0, (1 - self._margin) * self.target_s - self.plain_step_s)
 
     def unit_s(self, rows: int) -> float:
         """Seconds that a unit of `rows` takes, but for one in a hundred; 0: nothing was measured."""

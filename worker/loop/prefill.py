@@ -1,14 +1,16 @@
 """Prefill: prompt passes through the runner into the slab, and behind them, layer by layer, to host memory.
 
-The slab holds rows of two layers: those of layer l lie over those of layer l - 2. A request has pages of it for its
-whole prompt, from admission until `staged`. When the first unit of layer l is launched, earlier rows of the pass's
+The slab holds rows of two layers: those of layer l lie over those of layer l - 2. A pass has pages of it for the rows
+of its prompts that it reads and writes, from its begin until its last unit was launched, or the draft layer's rows; of
+a request that leaves, until it has. When the first unit of layer l is launched, earlier rows of the pass's
 prompts (of earlier passes, of cached prefixes) begin to come back from host memory for layer l + 1:
 
     compute   layer 0 ───────┐ layer 1 ───────┐ layer 2 ──────────    writes rows of its block, then attends
     stage          rows of 0 │      rows of 1 │      rows of 2        copies them to host pages
     refill    1 ───┐         2 ───┐           3 ───┐                  loads the rows below each part
 
-    a unit of layer l writes      waits for `slab_staged` of layer l - 2: its rows lie over those
+    a unit of layer l writes      waits for `slab_staged` of layer l - 2: its rows lie over those. In the first two
+                                  layers for all that was staged before: the pages may be those of an earlier pass
     a unit of layer l attends     waits for `refilled` of layer l
     a refill of layer l           waits for `slab_read`: behind the units of layer l - 2, over whose rows it loads; in
                                   the first layer also for all that was staged before: what it loads may be of that
@@ -42,6 +44,7 @@ from worker.device.pinned import host_tensor
 from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring
 from worker.loop.prompt_order import PARTS_MAX
+from worker.loop.seats import Seats
 from worker.loop.swap import StagedRows, Swap
 from worker.loop.warm_start import TopkBuffers
 from worker.runners.base import DraftRunner, PromptPart, PromptPass, Runner, SamplerState, StepOutputs
@@ -63,7 +66,7 @@ class LaunchedPass:
     following: Tensor  # int64[parts]
     earlier: dict[int, list[Tensor]]
     filled: dict[int, Tensor]
-    slab_staged: dict[int, Fence] = field(default_factory=dict)
+    slab_staged: dict[int, Fence]
     refilled: dict[int, Fence] = field(default_factory=dict)
 
     def part(self, number: int) -> PromptPart:
@@ -95,6 +98,7 @@ class Prefill:
         state: DeviceState,
         sampler: SamplerState,
         swap: Swap,
+        seats: Seats,
         *,
         pass_tokens: int,
         groups: LayerGroups,
@@ -110,6 +114,7 @@ class Prefill:
         self._state = state
         self._sampler = sampler
         self._swap = swap
+        self._seats = seats
         self._groups = groups
         self._outputs = outputs
         self._outputs_with_logprobs = replace(outputs, logprobs=allocate_rows(1, state.rows.device))
@@ -131,13 +136,17 @@ class Prefill:
             PromptPart(request.seat, start, stop, first, stop == request.prompt_tokens)
             for (request, start, stop), first in zip(taken, firsts, strict=False)
         )
+        for request, _, stop in taken:
+            self._seats.take_slab(request, stop)
+        self._seats.flush()
         tokens, following = self._upload(taken, place)
         for request in requests:
             if request.prefix_load is not None:
                 self._streams.compute.wait(request.prefix_load)
                 request.prefix_load = None
         prompts = self._runner.begin_pass(self._streams, self._state, parts, tokens)
-        this = LaunchedPass(requests, prompts, following, {}, {})
+        before = dict.fromkeys(range(-SLAB_LAYERS, 0), self._swap.slab_staged())
+        this = LaunchedPass(requests, prompts, following, {}, {}, before)
         for number, part in enumerate(parts):
             self._note_places(this, number, part)
         if this.earlier:
@@ -159,10 +168,13 @@ class Prefill:
                 self._fill(this, number, unit.layer)
 
     def end(self, this: LaunchedPass, number: int) -> None:
-        """Launch, behind the last unit, the draft layer's rows of a part that does not end its prompt."""
+        """End a part behind the last unit: launch the draft layer's rows, and give its slab pages back. Of a part that
+        ends its prompt `draw` does both, if there is a draft layer."""
         if self._drafts:
-            following = this.following[number : number + 1]
-            self._launch_drafts(this, number, following=following)
+            if this.part(number).ends:
+                return
+            self._launch_drafts(this, number, following=this.following[number : number + 1])
+        self._seats.free_slab(this.requests[number])
 
     def draw(self, this: LaunchedPass, number: int) -> None:
         """Launch, behind the last unit, the first token of a part that ends its prompt; `first_token` is set then. Its
@@ -172,6 +184,7 @@ class Prefill:
         self._runner.launch_first_token(self._streams, self._sampler, this.prompts, number, outputs, request.adjust)
         if self._drafts:
             self._launch_drafts(this, number, outputs=outputs)
+            self._seats.free_slab(request)
         if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
             request.topk_place = self._warm_starts.take()
         keep = partial(self._keep, outputs, request.seat, request.topk_place)

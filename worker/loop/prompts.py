@@ -22,6 +22,7 @@ from worker.loop.batch import RunningRequest
 from worker.loop.pace import Pacing
 from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
+from worker.loop.seats import Seats
 from worker.loop.swap import Swap
 from worker.runners.base import GroupRunner
 from worker.streams import Fence, Streams
@@ -86,6 +87,7 @@ class Prompts:
         order: PromptOrder,
         pace: Pacing,
         swap: Swap,
+        seats: Seats,
         streams: Streams,
         sizes: PassSizes,
         *,
@@ -97,8 +99,8 @@ class Prompts:
     ) -> None:
         """`may_launch`: whether nothing would wait for a prompt's prefix. `ran` is told of units: rows and seconds;
         `ended` of passes: tokens; `failed` of the requests of a pass that raised, which leave."""
-        self._prefill, self._order, self._pace, self._swap, self._streams = prefill, order, pace, swap, streams
-        self._sizes = sizes
+        self._prefill, self._order, self._pace, self._swap, self._seats = prefill, order, pace, swap, seats
+        self._streams, self._sizes = streams, sizes
         self._may_launch, self._clock = may_launch, clock
         self._ran, self._ended, self._failed = ran, ended, failed
         self._prompts: dict[int, RunningRequest] = {}  # by placement, until their last pass ended
@@ -155,7 +157,7 @@ class Prompts:
         while self._open and self._open[-1].is_left:
             self._open.pop()
         if not self._open:
-            self._try_to_begin(self._order.compose(self._eligible(), self._sizes.tokens))
+            self._try_to_begin(self._compose(self._sizes.tokens))
         elif len(self._open) < PASSES_MAX:
             self._try_to_begin(self._preempting())
         if not self._open:
@@ -190,14 +192,13 @@ class Prompts:
 
     def wished(self) -> tuple[int, int]:
         """Tokens that this rank would bring to the next pass, and to one that preempts the open one."""
-        tokens = self._order.compose(self._eligible(behind_open=True), self._sizes.tokens)
+        tokens = self._compose(self._sizes.tokens, behind_open=True)
         urgent = self._preempting() if len(self._open) == 1 else []
         return sum(it.stop - it.start for it in tokens), sum(it.stop - it.start for it in urgent)
 
     def open(self, rows: int) -> None:
         """A pass of `rows` on each rank opens, of what this rank has for it."""
-        prompts = self._eligible()
-        taken = self._preempting(rows) if self._open else self._order.compose(prompts, min(rows, self._sizes.tokens))
+        taken = self._preempting(rows) if self._open else self._compose(min(rows, self._sizes.tokens))
         if taken:
             self._begin(taken, rows)
         else:
@@ -214,6 +215,12 @@ class Prompts:
         return self._close(opened) if opened.place.is_over else []
 
     # ---------------------------------------------------------------- passes
+
+    def _compose(self, tokens: int, *, behind_open: bool = False) -> list[Taken]:
+        """Compose the next pass, of `tokens` at most. `behind_open`: as if the open passes had ended."""
+        ending = [request for opened in self._open for request in opened.requests()] if behind_open else []
+        pages = self._seats.slab.free + sum(len(request.memory.slab) for request in ending)
+        return self._order.compose(self._eligible(behind_open=behind_open), tokens, pages)
 
     def _eligible(self, *, behind_open: bool = False) -> list[WaitingPrompt]:
         """Prompts that a pass may take now: those of no open pass. `behind_open`: or those that it may take when the
@@ -258,7 +265,7 @@ class Prompts:
         eligible = self._eligible()
         own = [opened.tokens[number] for number in opened.staying()]
         longer = max((it.tokens for it in eligible), default=0) + 1
-        return self._order.preempting(eligible, own or [longer], left, tokens)
+        return self._order.preempting(eligible, own or [longer], left, tokens, self._seats.slab.free)
 
     def _begin(self, taken: Sequence[Taken], rows: int = 0) -> None:
         """Open a pass of what was `taken`, if anything was. `rows`: of the group's pass."""
@@ -307,8 +314,8 @@ class Prompts:
         self._ended(sum(this.part(number).tokens for number in this.staying()))
         for number in this.staying():
             request, part = this.requests[number], this.part(number)
+            self._prefill.end(this, number)
             if not part.ends:
-                self._prefill.end(this, number)
                 request.prefilled = part.stop
                 continue
             del self._prompts[request.placement]

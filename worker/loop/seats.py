@@ -1,15 +1,16 @@
 """Seats and what is held with them: opened, changed and closed at step boundaries, in launch order.
 
-A request holds one seat, index pages one to one with its host pages, hot chunks, and slab pages until its prompt is
-staged. Methods launch what the device must do and change the host's state at once, which is exact; the device's tables
-follow on `compute`.
+A request holds one seat, index pages one to one with its host pages, hot chunks, and slab pages while a pass takes its
+prompt further. Methods launch what the device must do and change the host's state at once, which is exact; the device's
+tables follow on `compute`.
 
-    open        D = 0: slab pages, and hot chunks that prefill fills; index keys of a shared prefix are loaded behind
-                `request.prefix_load`. D > 0 (resume), or a shared prefix without slab pages: hot chunks, set up and
+    open        D = 0: hot chunks that prefill fills; index keys of a shared prefix are loaded behind
+                `request.prefix_load`. D > 0 (resume), or a rest that goes through steps: hot chunks, set up and
                 loaded behind `request.fences`; rows too when the buffer can hold them all, else those of the last
                 top-k: unknown, a managed one starts cold
-    free_slab   the slab pages of a staged prompt
-    take_over   likewise, and the hot buffer that prefill has filled is set up
+    take_slab   slab pages for the rows of a prompt that a pass reads and writes
+    free_slab   those, once everything of the pass was launched
+    take_over   the hot buffer that prefill has filled is set up
     grant       more pages, and chunks while resident
     resize      another hot buffer
     keep_topk   what the last step selected, for the next worker
@@ -73,7 +74,7 @@ def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, hos
         index_pages=capacity.index_pages,
         max_pages=sizing.max_pages,
         max_chunks=sizing.max_chunks,
-        slab_pages=capacity.slab_pages,
+        slab_pages=sizing.slab_pages,
         tail_slots=capacity.tail_slots,
         seat_rows=StepRows.of(settings).rows,
         host=host,
@@ -111,10 +112,14 @@ def check_admit(admit: Admit, sizing: Sizing, info: ModelInfo, prefix_unit: int 
             f"a resume builds on {tokens} to {tokens + known - 1} rows", field="durable_tokens", value=durable
         )
     _check_prefix(admit, tokens, prefix_unit)
-    rows, has_rows = max(tokens, durable), durable > 0 or by_steps(admit)
+    rows, has_rows = max(tokens, durable), not admit.computes_prompt
     _check_pages(unpack_int32(admit.host_pages, "host_pages").tolist(), admit.index_pages, rows, sizing)
-    if not has_rows and not pages_for(tokens) <= admit.slab_pages <= sizing.capacity.slab_pages:
-        raise BadInput(f"the prompt needs {pages_for(tokens)}", field="slab_pages", value=admit.slab_pages)
+    if not has_rows and tokens > sizing.capacity.prompt_max_tokens:
+        raise BadInput(
+            f"passes have memory for prompts of {sizing.capacity.prompt_max_tokens} tokens",
+            field="prompt",
+            value=f"{tokens} tokens",
+        )
     if admit.hot_slots != NO_HOT_BUFFER:
         check_hot_size(admit.hot_slots, admit.hot_chunks, rows, sizing)
     elif has_rows or admit.hot_chunks:
@@ -130,6 +135,8 @@ def _check_prefix(admit: Admit, tokens: int, unit: int) -> None:
             value=unsent,
             remedy="send unsent_tokens 0",
         )
+    if admit.by_steps and not prefix:
+        raise BadInput("there are no rows before it to go on from", field="by_steps", value=True)
     if not prefix:
         return
     if admit.durable_tokens:
@@ -146,18 +153,13 @@ def _check_prefix(admit: Admit, tokens: int, unit: int) -> None:
             value=prefix,
             remedy=f"send at most {(tokens - 1) // unit * unit}",
         )
-    if by_steps(admit) and unit > PAGE_TOKENS:
+    if admit.by_steps and unit > PAGE_TOKENS:
         raise BadInput(
             "in deterministic mode what follows a shared prefix is prefilled",
-            field="slab_pages",
-            value=0,
-            remedy=f"send slab_pages {pages_for(tokens)}",
+            field="by_steps",
+            value=True,
+            remedy="send by_steps false",
         )
-
-
-def by_steps(admit: Admit) -> bool:
-    """Whether what follows a shared prefix goes through decode steps."""
-    return admit.prefix_tokens > 0 and not admit.slab_pages
 
 
 def check_hot_size(hot_slots: int, hot_chunks: int, rows: int, sizing: Sizing) -> None:
@@ -199,7 +201,7 @@ class Seats:
         """`eos_token_ids` are the model's."""
         capacity = sizing.capacity
         self.chunks = Arena("hot chunk", capacity.hot_chunks)
-        self.slab = Arena("slab page", capacity.slab_pages)
+        self.slab = Arena("slab page", sizing.slab_pages)
         self.index_pages = Arena("index page", capacity.index_pages)
         self._sizing = sizing
         self._step_rows = rows.rows
@@ -219,21 +221,17 @@ class Seats:
     def open(self, admit: Admit, output: Output) -> RunningRequest:
         """Seat a placement that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
         prompt, host_pages = unpack_int32(admit.prompt, "prompt"), unpack_int32(admit.host_pages, "host_pages").tolist()
-        rows = admit.durable_tokens or (admit.prefix_tokens if by_steps(admit) else 0)  # that decoding goes on from
+        rows = admit.durable_tokens or (admit.prefix_tokens if admit.by_steps else 0)  # that decoding goes on from
         resumes, begins = rows > 0, rows or len(prompt)
         step_rows = min(1 + admit.draft_tokens, self._step_rows)
-        slab_pages = 0 if resumes else pages_for(len(prompt))
         if not self._free:
             raise CapacityError("no seat left", field="seats", value=self._sizing.capacity.seats)
         if self.index_pages.free < admit.index_pages:
             raise CapacityError("no index pages left", field="index_pages", value=admit.index_pages)
-        if self.slab.free < slab_pages:
-            raise CapacityError("no slab pages left", field="slab_pages", value=slab_pages)
         chunks = tuple(self.chunks.take(admit.hot_chunks))
         memory = SeatMemory(
             host_pages,
             self.index_pages.take(admit.index_pages),
-            self.slab.take(slab_pages),
             HotBuffer(admit.hot_slots, chunks) if admit.hot_slots != NO_HOT_BUFFER else HotBuffer(),
             admit.hot_slots,
             admit.hot_chunks,
@@ -266,15 +264,20 @@ class Seats:
             request.prefix_load = self._swap.load_keys(memory.index_pages, memory.host_pages, tokens)
         return request
 
+    def take_slab(self, request: RunningRequest, rows: int) -> None:
+        """Take slab pages for the first `rows` of a prompt; its tables follow with `flush`. CapacityError, changing
+        nothing, when too few are free."""
+        request.memory.slab = self.slab.take(pages_for(rows))
+        self._tables.set("slab_table", request.seat, 0, request.memory.slab)
+
     def free_slab(self, request: RunningRequest) -> None:
-        """A prompt seen staged: no copy reads its slab pages any more. Units that still do are ahead of the next
-        owner's on `compute`, and its refills wait for those."""
+        """Everything of a pass was launched. Its units are ahead of the next owner's on `compute`; the next owner waits
+        for its copies to host memory (worker/loop/prefill.py)."""
         self.slab.give(request.memory.slab)
         request.memory.slab = []
 
     def take_over(self, request: RunningRequest) -> None:
         """A prompt was seen staged: its hot buffer, which prefill has filled, is set up."""
-        self.free_slab(request)
         self._tables.flush()
         self._set_up(request, set_up_prompt(request.memory.hot, request.prompt_tokens))
         request.note_memory()
@@ -363,7 +366,7 @@ class Seats:
 
     def free(self) -> FreeDeviceMemory:
         """What no request holds."""
-        return FreeDeviceMemory(len(self._free), self.chunks.free + self.slab.free, self.index_pages.free)
+        return FreeDeviceMemory(len(self._free), self.chunks.free, self.index_pages.free)
 
     def flush(self) -> None:
         """Launch table edits not launched yet: before every step."""
@@ -454,7 +457,6 @@ class Seats:
         seat, memory = request.seat, request.memory
         self._tables.set("host_table", seat, 0, memory.host_pages)
         self._tables.set("index_table", seat, 0, memory.index_pages)
-        self._tables.set("slab_table", seat, 0, memory.slab)
         self._tables.set("chunk_table", seat, 0, memory.hot.chunks)
         self._tables.flush()
 

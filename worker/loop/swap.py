@@ -90,7 +90,11 @@ class Swap:
         stage.launch(f"stage layer {layer}", work)
         keys = self._key_bytes if layer == g.layers - 1 else 0
         self.counters.staged_bytes += places.shape[1] * (g.row_bytes + keys)
-        return stage.record("slab_staged")
+        return self.slab_staged()
+
+    def slab_staged(self) -> Fence:
+        """Complete once nothing staged so far is read from the slab any more."""
+        return self._streams.stage.record("slab_staged")
 
     def staged(self) -> Fence:
         """Complete once everything staged so far is in host memory."""
@@ -129,7 +133,7 @@ class Swap:
 
     def await_staged(self) -> None:
         """Hold refills back until all that was staged so far is in host memory."""
-        self._streams.refill.wait(self._streams.stage.record("slab_staged"))
+        self._streams.refill.wait(self.slab_staged())
 
     def refill_places(self, slab: Sequence[int], host_pages: Sequence[int], tokens: int) -> list[Tensor]:
         """Return the places of rows 0..tokens-1 of a prompt, in pieces, for `refill` of any layer."""

@@ -16,6 +16,8 @@ from worker.runners.tiny_template import TEMPLATES
 FAMILIES: Final = ("deepseek-v3.2", "glm-5")
 
 BOS, EOS, PAD = 256, 257, 258
+#: Layers, an even number: the second half has experts.
+LAYERS: Final = 4
 #: Routed experts of a layer.
 EXPERTS: Final = 32
 VOCAB: Final = 264
@@ -42,6 +44,7 @@ def write_tiny_checkpoint(
     fp8: bool = False,
     powers_of_two: bool = False,
     whole_blocks: bool = False,
+    layers: int = LAYERS,
     experts: int = EXPERTS,
     predictable: bool = False,
 ) -> None:
@@ -59,7 +62,7 @@ def write_tiny_checkpoint(
     from worker.runners.tiny_weights import random_model, write_fp8
 
     widths = (WHOLE if whole_blocks else RAGGED) if fp8 else {}
-    config = tiny_config(family, index_topk, context_max_tokens, n_routed_experts=experts, **widths)
+    config = tiny_config(family, index_topk, context_max_tokens, layers, n_routed_experts=experts, **widths)
     model = random_model(config, seed, predictable=predictable)
     _write_template(Path(path), family)
     if fp8:
@@ -81,8 +84,8 @@ def _write_template(path: Path, family: str) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False))
 
 
-def tiny_config(family: str, index_topk: int, context_max_tokens: int, **widths: int) -> Any:
-    """The library's config of four layers, two of them with experts; glm-5 shares every other layer's selection."""
+def tiny_config(family: str, index_topk: int, context_max_tokens: int, layers: int = LAYERS, **widths: int) -> Any:
+    """The library's config of `layers`, half of them with experts; glm-5 shares every other layer's selection."""
     from transformers import DeepseekV32Config, GlmMoeDsaConfig
 
     shape: dict[str, Any] = {
@@ -90,8 +93,8 @@ def tiny_config(family: str, index_topk: int, context_max_tokens: int, **widths:
         "hidden_size": 128,
         "intermediate_size": 256,
         "moe_intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "first_k_dense_replace": 2,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": layers // 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "n_routed_experts": EXPERTS,
@@ -115,5 +118,5 @@ def tiny_config(family: str, index_topk: int, context_max_tokens: int, **widths:
         "pad_token_id": PAD,
     } | widths
     if family == "glm-5":
-        return GlmMoeDsaConfig(**shape, indexer_types=["full", "shared", "full", "shared"])
+        return GlmMoeDsaConfig(**shape, indexer_types=["full", "shared"] * (layers // 2))
     return DeepseekV32Config(**shape)

@@ -157,7 +157,7 @@ def _follow(attention: Any, anchor: Any) -> None:
 def _leading(layers: Any) -> int:
     """The last layer of the first selection, whose attention the draft layer copies."""
     anchors = [number for number, layer in enumerate(layers) if layer.self_attn.indexer is not None]
-    return anchors[1] - 1
+    return [*anchors, len(layers)][1] - 1
 
 
 def _let_one_layer_lead(layers: Any) -> None:

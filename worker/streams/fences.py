@@ -60,9 +60,11 @@ FENCES: Final[dict[str, FenceSpec]] = {
         "compute", "host", "inputs are overwritten only after they were read; few units are ahead"
     ),
     "prefill_written": _spec("compute", "stage", "staging reads slab rows and index keys that prefill has written"),
-    "staged": _spec("stage", "host", "decoding reads the prompt's host rows; its slab pages are used again"),
+    "staged": _spec("stage", "host", "decoding reads the prompt's host rows"),
     "slab_staged": _spec(
-        "stage", "compute refill host", "rows are written over those of two layers before, and loaded from host pages"
+        "stage",
+        "compute refill host",
+        "rows are written over those of two layers before or of the pass before, and loaded from host pages",
     ),
     "slab_read": _spec("compute", "refill", "a layer's earlier rows are loaded over those of two layers before"),
     "refilled": _spec("refill", "compute host", "prefill reads a layer's earlier rows, loaded from host pages"),

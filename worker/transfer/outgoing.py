@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -59,9 +60,21 @@ class SenderTransfer:
 
 @dataclass(slots=True)
 class Lane:
-    """What waits and what is in flight to one receiver; since when it has had no transfer."""
+    """What waits and what is in flight to one receiver; since when it has had no transfer. `waiting`: units, by
+    transfer. Transfers take turns, so that a short prompt does not wait for all of a long one; the next is first."""
 
-    queue: deque[tuple[int, int]] = field(default_factory=deque)
+    waiting: dict[int, deque[int]] = field(default_factory=dict)
     units: int = 0
     bytes: int = 0
     idle_at: float | None = None
+
+    def add(self, transfer_id: int, units: Iterable[int]) -> None:
+        """Put units behind those that wait of the same transfer."""
+        self.waiting.setdefault(transfer_id, deque()).extend(units)
+
+    def take(self, transfer_id: int) -> None:
+        """Remove the first unit of a transfer, which goes behind the others then."""
+        units = self.waiting.pop(transfer_id)
+        units.popleft()
+        if units:
+            self.waiting[transfer_id] = units

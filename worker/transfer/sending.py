@@ -178,7 +178,7 @@ class Sending:
         held.units[unit] = Unit(page)
         if held.phase is SenderPhase.BEGINNING:
             return []
-        self._lanes[held.peer].queue.append((transfer_id, unit))
+        self._lanes[held.peer].add(transfer_id, (unit,))
         return self._fill(held.peer, now)
 
     def cancel(self, transfer_id: int, reason: str, now: float) -> list[Action]:
@@ -228,8 +228,7 @@ class Sending:
                 actions += self._break(transfer.peer, known, "its receiver made a new endpoint")
             self._endpoints[transfer.peer] = ready.endpoint
             actions.append(Connect(transfer.peer, ready.endpoint, transfer.engine, ready.blob))
-        lane = self._lanes[transfer.peer]
-        lane.queue.extend((ready.transfer_id, unit) for unit in transfer.units)
+        self._lanes[transfer.peer].add(ready.transfer_id, transfer.units)
         return actions + self._fill(transfer.peer, now)
 
     def _checked(self, checked: Checked, transfer: SenderTransfer, now: float) -> list[Action]:
@@ -262,7 +261,7 @@ class Sending:
             index = at // len(transfer.part_ends)
             return self._stop(number, f"page {index} arrived with a wrong checksum {ATTEMPTS_MAX} times", now)
         transfer.units[at] = Unit(unit.source, unit.attempt + 1)
-        self._lanes[transfer.peer].queue.append((number, at))
+        self._lanes[transfer.peer].add(number, (at,))
         return self._fill(transfer.peer, now)
 
     # ---------------------------------------------------------------- the engine
@@ -301,20 +300,21 @@ class Sending:
         return self._stop(post.transfer_id, f"cannot write to its pages: {reason}", now)
 
     def _fill(self, peer: str, now: float) -> list[Action]:
-        """Post what the window of `peer` takes."""
+        """Post what the window of `peer` takes, a unit of each transfer in turn."""
         actions: list[Action] = []
         lane = self._lanes[peer]
-        while lane.queue:
-            number, at = lane.queue[0]
+        while lane.waiting:
+            number, units = next(iter(lane.waiting.items()))
             transfer = self._transfers.get(number)
-            if transfer is None or transfer.phase is not SenderPhase.SENDING:
-                lane.queue.popleft()
+            if transfer is None or transfer.phase is not SenderPhase.SENDING or not units:
+                del lane.waiting[number]
                 continue
+            at = units[0]
             offset, length = transfer.extent(at)
             is_full = lane.units >= self._window_units or lane.bytes + length > self._window_bytes
             if is_full and lane.units:  # a unit larger than the window travels alone
                 break
-            lane.queue.popleft()
+            lane.take(number)
             lane.units += 1
             lane.bytes += length
             actions.append(self._post(number, transfer, at, offset, length, now))

@@ -17,7 +17,7 @@ from hisparse.client.token_stream import TokenStream
 from protocol.errors import Unavailable
 from protocol.messages import Sampling
 from tests.processes.test_coordinator_crash import LIMIT_S, Crew, crew_of
-from tests.support.cluster_rig import cluster_config, prompts_of
+from tests.support.cluster_rig import LAYERS, cluster_config, prompts_of
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -72,7 +72,7 @@ async def fill_for_good(client: Client, place: Path) -> tuple[Path, Path]:
 
 
 async def test_full_disk_refuses_new_work_and_running_work_continues(small_disk: Path, tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path / "model", "glm-5", index_topk=16, context_max_tokens=CONTEXT_TOKENS)
+    write_tiny_checkpoint(tmp_path / "model", "glm-5", index_topk=16, context_max_tokens=CONTEXT_TOKENS, layers=LAYERS)
     config = cluster_config(tmp_path / "model", tmp_path / "run")
     settings = msgspec.structs.replace(config.coordinator, journal=str(small_disk / "journal.sqlite"))
     worker = msgspec.structs.replace(config.worker, context_max_tokens=CONTEXT_TOKENS)

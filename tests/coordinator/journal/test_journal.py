@@ -90,6 +90,41 @@ async def test_records_that_come_during_a_write_form_the_next_group(autojump_clo
     assert (desk.counters.commits, desk.counters.records) == (2, 7)
 
 
+async def test_what_a_turn_appends_is_one_group(autojump_clock: trio.testing.MockClock) -> None:
+    """Also beside tokens, which are written meanwhile, and for replies that were waited for before the turn ended."""
+    async with open_desk() as desk:
+        await desk.submit().wait()
+        desk.journal.hold()
+        first, reply = desk.journal.append([order(1)]), Reply[str]()
+        first.answer(reply, "first", "the first")
+        await trio.sleep(1.0)
+        desk.say(5)
+        await trio.sleep(1.0)
+        assert (desk.delivered, first.done) == (1, False)
+        second = desk.journal.append([order(2)])
+        desk.journal.let_go()
+        second.answer(late := Reply[str](), "second", "the second")
+        assert (await reply.wait(), await late.wait(), first.done) == ("first", "second", True)
+    assert [[type(it).__name__ for it in group] for group in desk.store.groups[1:]] == [
+        ["TokensAppended"],
+        ["RequestOrdered", "RequestOrdered"],
+    ]
+
+
+async def test_turn_during_a_summary_is_not_held_together(autojump_clock: trio.testing.MockClock) -> None:
+    """What a summary says of a request is true at its place in the journal."""
+    async with open_desk() as desk:
+        await desk.submit().wait()
+        desk.journal.hold()
+        desk.journal.append([order(1)])
+        desk.store.wants_summary = True
+        desk.journal.summarize_if_long()
+        desk.journal.hold()
+        await desk.journal.append([order(2)]).wait()
+    log = TokenLog(4, 1 << 12, journalled=True)
+    assert replay(desk.store.records, log).requests == desk.state.requests
+
+
 async def test_single_record_is_written_without_delay(autojump_clock: trio.testing.MockClock) -> None:
     async with open_desk() as desk:
         await trio.sleep(1.0)

@@ -231,7 +231,7 @@ class JournalMachine(RuleBasedStateMachine):
             return
         record, joined = self.state.requests[request_index], self.live[pick % len(self.live)]
         take_over = record.placed.placement if record.placed else None
-        number, want = self.state.placements + 1, Memory(pages, 2, pages, 0 if record.placed else 2, 1)
+        number, want = self.state.placements + 1, Memory(pages, 2, pages, 1)
         if self.ledger.shortfall(joined.worker, want):
             return
         placed = RequestPlaced(request_index, number, "n0", joined.worker, joined.epoch, record.kept_tokens)
@@ -255,7 +255,7 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0))
     def grow(self, pick: int) -> None:
         request_index = self.pick_slot(pick, on_worker=True)
-        more = Memory(1, 0, 1, 0)
+        more = Memory(1, 0, 1)
         if (
             request_index is not None
             and (placed := self.state.requests[request_index].placed)

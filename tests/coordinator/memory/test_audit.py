@@ -42,7 +42,7 @@ def ledger() -> Ledger:
     it = Ledger(32)
     it.add_worker("w0", 1, capacity())
     it.reserve(7, "w0", Memory(host_pages=3, hot_chunks=4, index_pages=3))
-    it.reserve(8, "w0", Memory(host_pages=2, hot_chunks=3, index_pages=2, slab_pages=2))
+    it.reserve(8, "w0", Memory(host_pages=2, hot_chunks=3, index_pages=2))
     return it
 
 
@@ -61,7 +61,6 @@ def row_of(placement: int, pages: list[int], given: Memory = NOTHING) -> Held:
         len(pages),
         given.hot_chunks,
         index_pages=given.index_pages,
-        slab_pages=given.slab_pages,
         chunks=given.hot_chunks,
     )
     return row, pages
@@ -76,7 +75,7 @@ def changed(held: Held, **changes: Any) -> Held:
 
 def free_beside(held: list[Held]) -> FreeDeviceMemory:
     size = capacity()
-    chunks = size.hot_chunks + size.slab_pages - sum(row.chunks for row, _ in held)
+    chunks = size.hot_chunks - sum(row.chunks for row, _ in held)
     return FreeDeviceMemory(size.seats - len(held), chunks, size.index_pages - sum(row.index_pages for row, _ in held))
 
 
@@ -100,7 +99,6 @@ PLANTED: dict[str, tuple[Callable[[Held], Held], tuple[str, int]]] = {
     "a page too many": (lambda it: changed(it, pages=[*it[1], 31]), ("host_pages", 7)),
     "an index page too many": (lambda it: changed(it, index_pages=4), ("index_pages", 7)),
     "a chunk too few": (lambda it: changed(it, hot_chunks=3), ("hot_chunks", 7)),
-    "slab pages kept": (lambda it: changed(it, slab_pages=1), ("slab_pages", 7)),
 }
 
 
@@ -121,18 +119,14 @@ def test_placements_on_a_single_side_are_found(ledger: Ledger) -> None:
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize(("part", "kind"), [("seats", "seats"), ("chunks", "free"), ("index_pages", "index_pages")])
+@pytest.mark.parametrize(
+    ("part", "kind"), [("seats", "seats"), ("chunks", "hot_chunks"), ("index_pages", "index_pages")]
+)
 @pytest.mark.parametrize("by", [-1, 1])
 def test_memory_neither_held_nor_free_is_found(ledger: Ledger, part: str, kind: str, by: int) -> None:
     held = held_rows(ledger)
     free = free_beside(held)
     assert differences(ledger, held, free._replace(**{part: getattr(free, part) + by})) == [(kind, 0)]
-
-
-def test_slab_larger_than_granted_is_found(ledger: Ledger) -> None:
-    first, second = held_rows(ledger)
-    assert differences(ledger, [first, changed(second, slab_pages=1)]) == []
-    assert differences(ledger, [first, changed(second, slab_pages=3)]) == [("slab_pages", 8)]
 
 
 def test_a_hot_buffer_between_two_sizes_is_not_compared(ledger: Ledger) -> None:

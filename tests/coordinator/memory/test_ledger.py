@@ -21,9 +21,15 @@ POOL_PAGES = 40
 
 
 def capacity(**changes: int) -> WorkerCapacity:
-    counts = {"seats": 4, "hot_chunks": 24, "index_pages": 30, "slab_pages": 12, "host_pages": POOL_PAGES} | changes
+    counts = {"seats": 4, "hot_chunks": 24, "index_pages": 30, "host_pages": POOL_PAGES} | changes
     return WorkerCapacity(
-        **counts, page_bytes=1024, hot_size_classes=(128, 256), tail_slots=4, overshoot_tokens=2, pool_path="pool"
+        **counts,
+        prompt_max_tokens=768,
+        page_bytes=1024,
+        hot_size_classes=(128, 256),
+        tail_slots=4,
+        overshoot_tokens=2,
+        pool_path="pool",
     )
 
 
@@ -36,10 +42,10 @@ def ledger(pages: int = POOL_PAGES) -> Ledger:
 def test_refusal_names_each_missing_resource_with_arithmetic() -> None:
     """SGLang #23704: admission looks at all of them."""
     with pytest.raises(CapacityError) as caught:
-        ledger().reserve(1, "w0", Memory(host_pages=41, hot_chunks=25, index_pages=31, slab_pages=13))
+        ledger().reserve(1, "w0", Memory(host_pages=41, hot_chunks=25, index_pages=31))
     assert caught.value.message == (
         "needs 41 host pages, the pool has 40 free; needs 25 hot chunks, w0 has 24 free; "
-        "needs 31 index pages, w0 has 30 free; needs 13 slab pages, w0 has 12 free"
+        "needs 31 index pages, w0 has 30 free"
     )
 
 
@@ -47,11 +53,11 @@ def test_a_failed_reservation_holds_nothing() -> None:
     """I7: short of the last resource only, and nothing of the others is taken."""
     accounts = ledger()
     with pytest.raises(CapacityError):
-        accounts.reserve(1, "w0", Memory(host_pages=40, hot_chunks=24, index_pages=30, slab_pages=13))
+        accounts.reserve(1, "w0", Memory(host_pages=40, hot_chunks=24, index_pages=31))
     assert accounts.pages_free == POOL_PAGES
     assert not accounts.holds(1)
     accounts.check_invariants()
-    assert accounts.reserve(1, "w0", Memory(40, 24, 30, 12)).size == 40
+    assert accounts.reserve(1, "w0", Memory(40, 24, 30)).size == 40
 
 
 def test_arrays_that_come_out_are_copies_never_views() -> None:
@@ -279,7 +285,7 @@ def test_page_that_is_to_be_held_is_counted_once() -> None:
 
 WORKERS = st.sampled_from(["w0", "w1"])
 SMALL = st.integers(0, 9)
-MEMORY = st.builds(Memory, st.integers(0, 16), SMALL, SMALL, st.integers(0, 4), st.just(0))
+MEMORY = st.builds(Memory, st.integers(0, 16), SMALL, SMALL, st.just(0))
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -318,7 +324,6 @@ class LedgerMachine(RuleBasedStateMachine):
             and len(mine) + seat <= total.seats
             and sum(m.hot_chunks for m in mine) + want.hot_chunks <= total.hot_chunks
             and sum(m.index_pages for m in mine) + want.index_pages <= total.index_pages
-            and sum(m.slab_pages for m in mine) + want.slab_pages <= total.slab_pages
         )
 
     @rule(worker=WORKERS)

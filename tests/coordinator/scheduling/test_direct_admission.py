@@ -23,7 +23,7 @@ from worker.streams import make_streams
 
 def pair(*, prefill: dict[str, int] | None = None, decode: dict[str, int] | None = None) -> FakeCluster:
     """p0 prefills, d0 decodes, on one node with plenty of what the test does not say."""
-    plenty = {"seats": 20, "hot_chunks": 200, "index_pages": 200, "slab_pages": 200}
+    plenty = {"seats": 20, "hot_chunks": 200, "index_pages": 200, "prompt_max_tokens": 12_800}
     fake = FakeCluster(1, host_pages=200)
     fake.add_worker("p0", "n0", PREFILL, **(plenty | (prefill or {})))
     fake.add_worker("d0", "n0", DECODE, **(plenty | (decode or {})))
@@ -100,8 +100,8 @@ def test_request_that_never_fits_is_refused_with_reason() -> None:
     check_fits(length, [first, ("d0", large)])
     with pytest.raises(CapacityError, match="hot chunks at the smallest hot size, d0 has 2"):
         check_fits(length, [first, ("d0", small)])
-    with pytest.raises(CapacityError, match="slab pages, p0 has 2"):
-        check_fits(length, [("p0", capacity(PREFILL, slab_pages=2)), ("d0", large)], DIRECT)
+    with pytest.raises(CapacityError, match="needs 300 prompt tokens in a pass, p0 has 128"):
+        check_fits(length, [("p0", capacity(PREFILL, prompt_max_tokens=128)), ("d0", large)], DIRECT)
     for prefill_mode, workers in ((STAGED, [first, ("d0", large)]), (DIRECT, [("w0", capacity())]), (AUTO, [first])):
         with pytest.raises(Unavailable, match=f"prefill_mode={prefill_mode}: no worker prefills"):
             check_fits(length, workers, prefill_mode)
@@ -282,9 +282,11 @@ def test_withdrawn_prompt_leaves_no_memory_behind(status: Status) -> None:
     rig.check_end()
 
 
-def test_slab_is_free_once_its_prompt_is_staged() -> None:
-    """Before the stay has quiesced: the ledger gives it on the word Staged."""
-    rig = Rig(make_streams("simulated", 4), msgspec.structs.replace(SETTINGS, slab_tokens=128))
+def test_prompts_of_one_slab_after_another_are_handed_over() -> None:
+    """The slab has pages for one of them; the others are admitted, and wait for it."""
+    settings = msgspec.structs.replace(SETTINGS, context_max_tokens=136)
+    rig = Rig(make_streams("simulated", 4), settings)
+    assert rig.sizing.slab_pages == 3
     lives = [rig.coordinator.create(number, 128, 5) for number in range(4)]
     for life in lives:
         rig.run_until(lambda life=life: rig.coordinator.admit(life, NO_HOT_BUFFER))  # type: ignore[misc]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.journal import records as journal
-from coordinator.memory.changes import Keep, Release, Shrink, apply
+from coordinator.memory.changes import Keep, Release, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import AdmitDecision, DemoteDecision
 from coordinator.scheduling.dispatch import NOTHING, Dispatch, Effects
@@ -22,7 +22,6 @@ from coordinator.scheduling.events import (
     WorkerLost,
 )
 from coordinator.scheduling.policy import STRANDED_LIMIT_S
-from protocol.sizing import Memory
 from tests.support.facts import add_request
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
@@ -75,13 +74,11 @@ def test_durable_rows_are_kept(desk: Desk) -> None:
     assert (desk.entry.phase, desk.entry.pages, desk.entry.generated) == (EntryPhase.WAITING, 3, 40)
     (again,) = desk.settle()
     assert isinstance(again, AdmitDecision)
-    assert (again.take_over, again.durable_tokens, again.memory.slab_pages) == (placement, 130, 0)
+    assert (again.take_over, again.durable_tokens, again.resumed_tokens) == (placement, 130, 130)
 
 
-@pytest.mark.parametrize(
-    ("deterministic", "slab_pages"), [(False, 0), (True, 2)], ids=["rest by decode steps", "rest by prefill"]
-)
-def test_request_begins_again_with_its_own_pages(desk: Desk, deterministic: bool, slab_pages: int) -> None:
+@pytest.mark.parametrize("deterministic", [False, True], ids=["rest by decode steps", "rest by prefill"])
+def test_request_begins_again_with_its_own_pages(desk: Desk, deterministic: bool) -> None:
     """I3: full pages of a prompt that does not end with them, after a loss without proof. Prefix reuse is off."""
     desk.dispatch.prefix_reuse.with_generated = not deterministic
     placement = desk.entry.placement
@@ -92,7 +89,8 @@ def test_request_begins_again_with_its_own_pages(desk: Desk, deterministic: bool
     (again,) = desk.settle()
     assert isinstance(again, AdmitDecision)
     assert (again.take_over, again.prefix_tokens, again.resumed_tokens) == (placement, 64, 0)
-    assert (again.memory.slab_pages, desk.entry.by_steps, desk.entry.shared_pages) == (slab_pages, not slab_pages, 1)
+    assert (desk.entry.by_steps, desk.entry.shared_pages) == (not deterministic, 1)
+    assert (7 in desk.dispatch.placement_table.computing) == deterministic
     assert desk.ledger.pages_of(again.placement)[:1].tolist() == own
     desk.ledger.check_invariants()
 
@@ -186,12 +184,15 @@ def test_lost_worker_takes_no_placement_and_requests_hear_of_it(desk: Desk) -> N
     assert desk.ledger.pages_free == 32
 
 
-def test_staged_frees_the_slab(desk: Desk) -> None:
-    other: RequestEntry = add_request(desk.dispatch.placement_table, 8, 0, 100, 300)
+def test_staged_prompt_is_computed_no_more_and_holds_what_it_held(desk: Desk) -> None:
+    table = desk.dispatch.placement_table
+    other: RequestEntry = add_request(table, 8, 0, 100, 300)
     desk.settle()
-    heard = desk.hear(desk.dispatch.progressed(PlacementProgressed(8, other.placement, Stage.STAGED)))
-    assert steps(heard) == [Shrink(other.placement, Memory(slab_pages=2))]
-    assert desk.ledger.budget("w0").free.slab_pages == 8
+    held = desk.ledger.held(other.placement)
+    assert 8 in table.computing
+    assert steps(desk.hear(desk.dispatch.progressed(PlacementProgressed(8, other.placement, Stage.STAGED)))) == []
+    assert 8 not in table.computing
+    assert desk.ledger.held(other.placement) == held
 
 
 def test_notes_of_a_request_are_written_in_order_across_nodes() -> None:

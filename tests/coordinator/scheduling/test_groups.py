@@ -19,7 +19,7 @@ from tests.support.fakes.fake_cluster import MODEL, FakeCluster, FakePort, capac
 from tests.support.scheduler_rig import SchedulerRig, open_rig
 
 SIZE = 4
-PLENTY = {"seats": 8, "hot_chunks": 80, "index_pages": 160, "slab_pages": 32}
+PLENTY = {"seats": 8, "hot_chunks": 80, "index_pages": 160, "prompt_max_tokens": 2_048}
 
 
 def member(rank: int, incarnation: int = 1, *, size: int = SIZE, group: str = "g0") -> GroupMember:

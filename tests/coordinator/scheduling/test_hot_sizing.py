@@ -254,7 +254,7 @@ RANKS = 2
 def full_group(missing: int = -1) -> FakeCluster:
     """As full_cluster, twenty requests on each rank; rank `missing` does not come."""
     fake = FakeCluster(1, host_pages=4000 * RANKS)
-    counts = {"seats": 60, "hot_chunks": 60, "index_pages": 4000, "slab_pages": 400}
+    counts = {"seats": 60, "hot_chunks": 60, "index_pages": 4000, "prompt_max_tokens": 25_600}
     for rank in range(RANKS):
         if rank != missing:
             fake.add_worker(f"w{rank}", "n0", member=GroupMember("g", rank, RANKS, 1), **counts)

@@ -51,15 +51,15 @@ class FakePort:
 def admit(placement: int, durable: int = 0, *, prefills_only: bool = False) -> Admitted:
     sampling = messages.Sampling(max_tokens=50)
     hot = (messages.NO_HOT_BUFFER, 0) if prefills_only else (0, 2)
-    slab_pages = 0 if durable else 2
-    command = messages.Admit(placement, 3, "r", b"", b"", durable, sampling, b"", 2, slab_pages, *hot)
+    command = messages.Admit(placement, 3, "r", b"", b"", durable, sampling, b"", 2, *hot)
     return Admitted(command, "w0", FakePort(), "fits")
 
 
-def admit_behind_own(placement: int, prefix: int, *, slab_pages: int) -> Admitted:
-    """The rest of its prompt is computed behind pages that it kept: by decode steps without a slab."""
+def admit_behind_own(placement: int, prefix: int, *, by_steps: bool) -> Admitted:
+    """The rest of its prompt is computed behind pages that it kept."""
+    sampling = messages.Sampling(max_tokens=50)
     command = messages.Admit(
-        placement, 3, "r", b"", b"", 0, messages.Sampling(max_tokens=50), b"", 2, slab_pages, 0, 2, prefix_tokens=prefix
+        placement, 3, "r", b"", b"", 0, sampling, b"", 2, 0, 2, prefix_tokens=prefix, by_steps=by_steps
     )
     return Admitted(command, "w0", FakePort(), "fits")
 
@@ -265,14 +265,14 @@ def test_pages_of_a_prompt_are_kept_in_units_that_can_be_begun_with(unit: int, k
     assert history.request.kept_tokens == kept
 
 
-@pytest.mark.parametrize("slab_pages", [0, 2], ids=["by steps", "prefill"])
+@pytest.mark.parametrize("by_steps", [True, False], ids=["by steps", "prefill"])
 @pytest.mark.parametrize("ends", ["lost", "retracted"])
-def test_own_pages_outlive_a_second_placement_that_does_not_come_further(slab_pages: int, ends: str) -> None:
+def test_own_pages_outlive_a_second_placement_that_does_not_come_further(by_steps: bool, ends: str) -> None:
     history = History()
     history.run()
     history.rows = Rows(5, 104)
-    history.tell(WorkerLost(1, False, "gone"), admit_behind_own(2, 64, slab_pages=slab_pages))
-    assert history.request.state is (State.PREFILLING if slab_pages else State.READY)
+    history.tell(WorkerLost(1, False, "gone"), admit_behind_own(2, 64, by_steps=by_steps))
+    assert history.request.state is (State.READY if by_steps else State.PREFILLING)
     history.rows = Rows(5, 64)
     if ends == "lost":
         history.tell(WorkerLost(2, True, "killed"))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import trio
 
+from basics.request_states import TERMINAL, State
 from basics.shares import SHARE, check_share
+from protocol import messages
 from protocol.errors import CapacityError
 from protocol.settings import CoordinatorSettings
 from protocol.units import PAGE_TOKENS
@@ -136,6 +140,44 @@ async def test_running_outputs_of_one_owner_leave_another_its_share_at_once() ->
         rig.check()
         ended = {name: (it.outcome, it.generated_tokens) for name, it in rig.listener.endings.items()}
         assert ended == dict.fromkeys(hostile, ("FINISHED", 600)) | dict.fromkeys(others, ("FINISHED", 100))
+
+
+async def test_outputs_of_an_owner_end_while_an_operator_holds_the_first_of_them() -> None:
+    """Fourteen long outputs of one owner, beyond its share of 8,192 places; the one that has room for all that it may
+    generate is held. The others end, one after the other, and so does it once it is resumed."""
+    settings = CoordinatorSettings(
+        grant_ahead_tokens=AHEAD_TOKENS, live_requests_max=64, ended_keep_s=1.0, prefix_reuse="off"
+    )
+    async with open_rig(settings=settings, host_pages=400, arena_tokens=8_192) as rig:
+        await rig.add_worker("w0", index_pages=400, hot_chunks=400, seats=16)
+
+        async def until(condition: Callable[[], bool]) -> bool:
+            for _ in range(1_500):
+                if condition():
+                    return True
+                rig.round()
+                await trio.sleep(0.1)
+                await rig.settle()
+            return False
+
+        names = [f"r{number}!" for number in range(14)]
+        for request_id in names:
+            await rig.submit(request_id, 10, 600, tenant="one")
+
+        def growing() -> list[messages.RequestRow]:
+            return [row for row in rig.scheduler.request_rows(20) if row.waits_for != "output_room"]
+
+        assert await until(lambda: [row.state for row in growing() if row.state not in TERMINAL] == [State.RUNNING])
+        (first,) = (row.request_id for row in growing() if row.state == State.RUNNING)
+        await rig.scheduler.retract((first,), "operator", keep=True, hold=True)
+        others = {*names} - {first}
+        assert await until(lambda: rig.listener.endings.keys() >= others), "they wait for one that is held"
+        assert first not in rig.listener.endings
+        await rig.scheduler.resume((first,), "operator")
+        assert await until(lambda: not rig.live())
+        rig.check()
+        ended = {name: (it.outcome, it.generated_tokens) for name, it in rig.listener.endings.items()}
+        assert ended == dict.fromkeys(names, ("FINISHED", 600))
 
 
 async def test_an_owner_at_its_share_of_requests_is_refused_and_another_is_served() -> None:

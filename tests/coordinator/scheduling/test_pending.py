@@ -15,7 +15,7 @@ from tests.coordinator.scheduling.test_inbound_transfers import SLOT, Desk
 from tests.support.fakes.fake_cluster import FakeCluster
 from tests.support.scheduler_rig import open_rig
 
-PLENTY = {"seats": 4, "hot_chunks": 64, "index_pages": 64, "slab_pages": 32}
+PLENTY = {"seats": 4, "hot_chunks": 64, "index_pages": 64, "prompt_max_tokens": 2_048}
 
 
 def cluster(workers: int = 1, *, host_pages: int = 64, **counts: int) -> FakeCluster:
@@ -61,16 +61,6 @@ def test_missing_memory_is_named_with_arithmetic(kind: PendingKind) -> None:
     running(fake, 100, max_tokens=60)
     fake.submit(7, 100, 60)
     assert explained(fake, 7) == (kind, text)
-
-
-def test_slab_pages_return_when_the_earlier_prompt_is_staged() -> None:
-    fake = cluster(slab_pages=3)
-    fake.submit(0, 128, 64)
-    fake.submit(7, 128, 64)
-    assert explained(fake, 7) == (
-        PendingKind.SLAB_PAGES,
-        "needs 2 slab pages, w0 has 1 of 3 free; room is being made",
-    )
 
 
 def test_all_shortages_of_the_nearest_worker_are_named() -> None:
@@ -157,10 +147,13 @@ def test_nodes_without_a_transfer_path_are_named() -> None:
 
 def test_request_that_fits_an_absent_worker_only_says_so() -> None:
     fake = cluster(hot_chunks=64)
-    fake.add_worker("w1", "n1", **PLENTY | {"slab_pages": 1})
+    fake.add_worker("w1", "n1", **PLENTY | {"prompt_max_tokens": 64})
     fake.lose_worker("w0", proved=True)
     fake.submit(7, 100, 60)
-    assert explained(fake, 7) == (PendingKind.TOO_LARGE, "needs 2 slab pages, w1 has 1")
+    assert explained(fake, 7) == (
+        PendingKind.TOO_LARGE,
+        "needs 100 prompt tokens in a pass, w1 has 64",
+    )
 
 
 ROLES = {
@@ -239,15 +232,15 @@ def test_suspect_waits_for_progress_of_others() -> None:
 
 
 def test_room_on_a_barred_worker_does_not_count() -> None:
-    fake = cluster(2, slab_pages=2)
-    running(fake, 100)
+    fake = cluster(2, index_pages=4)
+    running(fake, 100, max_tokens=60)
     fake.dispatch.placement_table.poison_detector.recover(fake.entry(0), 2, 1_000)
     fake.submit(1, 128, 60)
     fake.submit(7, 128, 60)
     worker, other = fake.entry(0).worker, "w1" if fake.entry(0).worker == "w0" else "w0"
     reason = explained(fake, 7)
     assert worker not in reason.text
-    assert (reason.kind, other in reason.text) == (PendingKind.SLAB_PAGES, True)
+    assert (reason.kind, other in reason.text) == (PendingKind.INDEX_PAGES, True)
 
 
 def test_rows_on_their_way_and_a_transfer_that_failed() -> None:

@@ -19,7 +19,7 @@ class Poisoned(FakeCluster):
         super().__init__(1, ("n0",), 400)
         self.lethal = lethal
         self.deaths: list[list[int]] = []
-        self.counts = {"seats": 8, "hot_chunks": 80, "index_pages": 160, "slab_pages": 16} | counts
+        self.counts = {"seats": 8, "hot_chunks": 80, "index_pages": 160, "prompt_max_tokens": 1_024} | counts
         for i in range(workers):
             self.add_worker(f"w{i}", "n0", **self.counts)
 

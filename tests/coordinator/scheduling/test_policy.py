@@ -38,7 +38,7 @@ def run_to_end(cluster: FakeCluster) -> int:
 
 def cluster(workers: int = 1, *, host_pages: int = 200, **counts: int) -> FakeCluster:
     """One node with plenty of everything except what the test says."""
-    plenty = {"seats": 60, "hot_chunks": 200, "index_pages": 200, "slab_pages": 200} | counts
+    plenty = {"seats": 60, "hot_chunks": 200, "index_pages": 200, "prompt_max_tokens": 12_800} | counts
     fake = FakeCluster(1, host_pages=host_pages)
     for number in range(workers):
         fake.add_worker(f"w{number}", "n0", **plenty)
@@ -87,7 +87,7 @@ LONG = 50_000  # tokens: will not end while a test watches
 
 def full_cluster(requests: int = 20) -> FakeCluster:
     """Twenty requests of 10 pages in 60 chunks: all at the smallest size (3 chunks), or 6 of them resident."""
-    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, prompt_max_tokens=25_600)
     for request_index in range(requests):
         fake.submit(request_index, 550, LONG)
     run_until(fake, lambda: is_running(fake, *range(requests)))
@@ -146,7 +146,7 @@ def test_without_a_floor_all_run_again() -> None:
 
 
 def test_a_floor_keeps_waiting_requests_off_until_they_fit_at_it() -> None:
-    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, prompt_max_tokens=25_600)
     set_floor(fake, RESIDENT)
     for request_index in range(20):
         fake.submit(request_index, 550, 30)
@@ -179,7 +179,7 @@ def test_what_no_worker_could_hold_at_the_floor_is_exempt() -> None:
 
 def test_residents_that_outgrow_a_floor_send_the_last_in_rank_away_for_a_while() -> None:
     """It comes back where the others can grow a while; so retractions are few for the rows that come."""
-    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, prompt_max_tokens=25_600)
     set_floor(fake, RESIDENT)
     for request_index in range(6):
         fake.submit(request_index, 550, LONG)
@@ -195,7 +195,7 @@ def test_residents_that_outgrow_a_floor_send_the_last_in_rank_away_for_a_while()
 
 
 def test_a_probe_is_one_request_and_ends() -> None:
-    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, prompt_max_tokens=25_600)
     set_floor(fake, RESIDENT)
     for request_index in range(8):
         fake.submit(request_index, 550, LONG)
@@ -222,7 +222,7 @@ def test_pinned_sizes_stay_below_the_floor() -> None:
 
 def test_requests_that_come_and_go_under_a_floor_all_end() -> None:
     """Floors move all the time; rank keeps its order, and retractions are few for each move."""
-    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, prompt_max_tokens=25_600)
     for request_index in range(60):
         fake.submit(request_index, 200 + 7 * request_index, 60)
     moves = 0
@@ -258,7 +258,7 @@ def test_context_is_not_limited_by_device_capacity() -> None:
 
 def test_fifty_requests_shrink_and_none_waits() -> None:
     """Room for fifty of the smallest class (3 chunks each) is room for fifty requests."""
-    fake = cluster(seats=50, hot_chunks=150, index_pages=2000, host_pages=2000, slab_pages=500)
+    fake = cluster(seats=50, hot_chunks=150, index_pages=2000, host_pages=2000, prompt_max_tokens=32_000)
     for request_index in range(50):
         fake.submit(request_index, 300 + request_index, LONG)
     run_until(fake, lambda: is_running(fake, *range(50)))
@@ -339,7 +339,7 @@ def test_forced_resident_request_preempts_lower_ranks() -> None:
 def test_request_goes_where_it_can_be_resident() -> None:
     fake = FakeCluster(1, host_pages=100)
     for name, chunks in (("w0", 8), ("w1", 40), ("w2", 20)):
-        fake.add_worker(name, "n0", hot_chunks=chunks, index_pages=60, slab_pages=30)
+        fake.add_worker(name, "n0", hot_chunks=chunks, index_pages=60, prompt_max_tokens=1_920)
     for request_index, worker in ((0, "w1"), (1, "w1"), (2, "w2")):
         fake.submit(request_index, 700, 100)
         fake.settle()
@@ -511,7 +511,7 @@ def test_handover_moves_requests_that_fit_elsewhere() -> None:
 
 @pytest.mark.parametrize(("floored", "other"), [("w0", "w1"), ("w1", "w0")])
 def test_equal_workers_with_unequal_floors_keep_each_to_its_own(floored: str, other: str) -> None:
-    fake = cluster(2, hot_chunks=60, index_pages=4000, host_pages=4000, slab_pages=400)
+    fake = cluster(2, hot_chunks=60, index_pages=4000, host_pages=4000, prompt_max_tokens=25_600)
     for request_index in range(40):
         fake.submit(request_index, 550, LONG)
     run_until(fake, lambda: is_running(fake, *range(40)))
@@ -527,7 +527,7 @@ def test_equal_workers_with_unequal_floors_keep_each_to_its_own(floored: str, ot
 
 def test_handover_pushes_no_request_below_the_floor_of_the_worker_that_takes_it() -> None:
     """Room that only its own admission, which keeps to the floor, could not make: it stays where it runs."""
-    fake = cluster(2, hot_chunks=24, index_pages=400, host_pages=800, slab_pages=100)
+    fake = cluster(2, hot_chunks=24, index_pages=400, host_pages=800, prompt_max_tokens=6_400)
     for request_index in range(4):
         fake.submit(request_index, 400, 300)
     run_until(fake, lambda: is_running(fake, 0, 1, 2, 3))

@@ -11,7 +11,7 @@ from protocol.sizing import RESIDENT, HotSize, Memory
 from tests.support.facts import add_request
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
-NONE_FREE = Memory(0, 0, 0, 0, 0)
+NONE_FREE = Memory(0, 0, 0, 0)
 
 
 class Stage:
@@ -37,12 +37,9 @@ class Stage:
         self.placement_table.hold(entry, held)
         return entry
 
-    def place(
-        self, entry: RequestEntry, hot_size: HotSize, pages: int, slab_pages: int = 0, worker: WorkerEntry | None = None
-    ) -> None:
-        self.placement_table.admit(
-            entry, worker or self.worker, Memory(pages, hot_size.hot_chunks, pages, slab_pages), hot_size
-        )
+    def place(self, entry: RequestEntry, hot_size: HotSize, pages: int, worker: WorkerEntry | None = None) -> None:
+        memory = Memory(pages, hot_size.hot_chunks, pages)
+        self.placement_table.admit(entry, worker or self.worker, memory, hot_size)
 
     def running(
         self, priority: int = 0, *, chunks: int = 10, pages: int = 10, worker: WorkerEntry | None = None
@@ -65,40 +62,40 @@ def stage() -> Stage:
 def test_preemption_waits_for_memory_of_leaving_requests(stage: Stage) -> None:
     leaving = stage.running(chunks=5)
     stage.placement_table.leave(leaving, frees_pages=True)
-    remedy = stage.remedy(Memory(10, 5, 10, 0, 1), stage.waiting())
+    remedy = stage.remedy(Memory(10, 5, 10, 1), stage.waiting())
     assert remedy is not None
     assert remedy.cost == (0, 0, 0, 0)
-    assert remedy.will_be_free == Memory(10, 5, 10, 0, 1)
+    assert remedy.will_be_free == Memory(10, 5, 10, 1)
 
 
 def test_pages_kept_by_a_leaving_request_are_not_awaited(stage: Stage) -> None:
     """Unless they can be demoted then: if it is lower-ranked, or held."""
     asker, keeper = stage.waiting(), stage.running(priority=1)
     stage.placement_table.leave(keeper, frees_pages=False)
-    assert stage.remedy(Memory(1, 0, 0, 0, 1), asker) is None
+    assert stage.remedy(Memory(1, 0, 0, 1), asker) is None
     stage.placement_table.hold(keeper, True)
-    remedy = stage.remedy(Memory(1, 0, 0, 0, 1), asker)
+    remedy = stage.remedy(Memory(1, 0, 0, 1), asker)
     assert remedy is not None
     assert remedy.cost == (0, 0, 0, 0)
 
 
-def test_starting_request_will_free_slab_and_shrink(stage: Stage) -> None:
+def test_starting_request_will_shrink(stage: Stage) -> None:
     """Its hot buffer can be resized soon, so no request is retracted."""
     lowest = stage.running(priority=-1, chunks=3)
     starting = stage.waiting()
-    stage.place(starting, HotSize(RESIDENT, 10), 10, slab_pages=4)
-    remedy = stage.remedy(Memory(0, 7, 0, 4, 0), stage.waiting())
+    stage.place(starting, HotSize(RESIDENT, 10), 10)
+    remedy = stage.remedy(Memory(0, 7, 0, 0), stage.waiting())
     assert remedy is not None
     assert remedy.cost == (0, 0, 0, 0)
-    assert stage.remedy(Memory(0, 8, 0, 4, 0), stage.waiting()).retract == [lowest]  # type: ignore[union-attr]
+    assert stage.remedy(Memory(0, 8, 0, 0), stage.waiting()).retract == [lowest]  # type: ignore[union-attr]
 
 
 def test_shrinking_takes_from_the_largest_step_by_step(stage: Stage) -> None:
     stage.running(priority=9, chunks=5, pages=30)
     larger, largest = stage.running(priority=9, chunks=12, pages=12), stage.running(chunks=20, pages=20)
     asker = stage.waiting()
-    assert stage.remedy(Memory(0, 15, 0, 0, 0), asker).shrink == [(largest, HotSize(256, 5))]  # type: ignore[union-attr]
-    both = stage.remedy(Memory(0, 16, 0, 0, 0), asker)
+    assert stage.remedy(Memory(0, 15, 0, 0), asker).shrink == [(largest, HotSize(256, 5))]  # type: ignore[union-attr]
+    both = stage.remedy(Memory(0, 16, 0, 0), asker)
     assert both is not None
     assert both.shrink == [(largest, HotSize(256, 5)), (larger, HotSize(256, 5))]
     assert both.will_be_free.hot_chunks == 22
@@ -108,30 +105,30 @@ def test_a_victim_gives_its_chunks_once(stage: Stage) -> None:
     """What it was shrinking by, or could have shrunk by, is not counted again."""
     asker = stage.waiting(priority=1)
     victim = stage.running(chunks=10)
-    remedy = stage.remedy(Memory(0, 10, 0, 0, 1), asker)
+    remedy = stage.remedy(Memory(0, 10, 0, 1), asker)
     assert remedy is not None
     assert (remedy.retract, remedy.shrink) == ([victim], [])
-    assert stage.remedy(Memory(0, 11, 0, 0, 1), asker) is None
+    assert stage.remedy(Memory(0, 11, 0, 1), asker) is None
     stage.placement_table.resize(victim, HotSize(128, 3), 0.0)
-    assert stage.remedy(Memory(0, 7, 0, 0, 0), asker).cost == (0, 0, 0, 0)  # type: ignore[union-attr]
-    assert stage.remedy(Memory(0, 10, 0, 0, 1), asker) is not None
-    assert stage.remedy(Memory(0, 11, 0, 0, 1), asker) is None
+    assert stage.remedy(Memory(0, 7, 0, 0), asker).cost == (0, 0, 0, 0)  # type: ignore[union-attr]
+    assert stage.remedy(Memory(0, 10, 0, 1), asker) is not None
+    assert stage.remedy(Memory(0, 11, 0, 1), asker) is None
 
 
 def test_a_starting_victim_gives_its_memory_once(stage: Stage) -> None:
     asker, victim = stage.waiting(priority=1), stage.waiting()
-    stage.place(victim, HotSize(RESIDENT, 10), 10, slab_pages=4)
-    assert stage.remedy(Memory(0, 10, 10, 4, 1), asker) is not None
-    assert stage.remedy(Memory(0, 11, 10, 4, 1), asker) is None
-    assert stage.remedy(Memory(0, 10, 10, 5, 1), asker) is None
+    stage.place(victim, HotSize(RESIDENT, 10), 10)
+    assert stage.remedy(Memory(0, 10, 10, 1), asker) is not None
+    assert stage.remedy(Memory(0, 11, 10, 1), asker) is None
+    assert stage.remedy(Memory(0, 10, 11, 1), asker) is None
 
 
 def test_fewest_lowest_requests_are_retracted(stage: Stage) -> None:
     stage.running(priority=2)
     high, low, lowest = stage.running(priority=1), stage.running(), stage.running()
-    assert stage.remedy(Memory(0, 0, 0, 0, 2), stage.waiting(priority=1)).retract == [lowest, low]  # type: ignore[union-attr]
-    assert stage.remedy(Memory(0, 0, 0, 0, 3), stage.waiting(priority=1)) is None
-    assert stage.remedy(Memory(0, 0, 0, 0, 3), stage.waiting(priority=2)).retract[-1] is high  # type: ignore[union-attr]
+    assert stage.remedy(Memory(0, 0, 0, 2), stage.waiting(priority=1)).retract == [lowest, low]  # type: ignore[union-attr]
+    assert stage.remedy(Memory(0, 0, 0, 3), stage.waiting(priority=1)) is None
+    assert stage.remedy(Memory(0, 0, 0, 3), stage.waiting(priority=2)).retract[-1] is high  # type: ignore[union-attr]
 
 
 def test_host_pages_of_kept_requests_are_taken_first(stage: Stage) -> None:
@@ -143,24 +140,24 @@ def test_host_pages_of_kept_requests_are_taken_first(stage: Stage) -> None:
     here = stage.running(pages=6)
     order = [lowest, lower, held]
     for count in (1, 2, 3):
-        remedy = stage.remedy(Memory(4 * count, 0, 0, 0, 0), asker)
+        remedy = stage.remedy(Memory(4 * count), asker)
         assert remedy is not None
         assert (remedy.demote, remedy.drop) == (order[:count], [])
-    remedy = stage.remedy(Memory(24, 0, 0, 0, 0), asker)
+    remedy = stage.remedy(Memory(24, 0, 0, 0), asker)
     assert remedy is not None
     assert (remedy.demote, remedy.drop) == (order, [here, elsewhere])
-    assert stage.remedy(Memory(25, 0, 0, 0, 0), asker) is None, f"{superior} keeps its rows"
+    assert stage.remedy(Memory(25, 0, 0, 0), asker) is None, f"{superior} keeps its rows"
 
 
 def test_victims_for_the_gpu_are_dropped_first_for_the_host(stage: Stage) -> None:
     asker = stage.waiting(priority=1)
     low = stage.running(pages=6)
     stage.running(pages=6, worker=stage.add_worker("w1"))
-    remedy = stage.remedy(Memory(5, 0, 0, 0, 1), asker)
+    remedy = stage.remedy(Memory(5, 0, 0, 1), asker)
     assert remedy is not None
     assert (remedy.drop, remedy.retract) == ([low], [])
 
 
 def test_full_worker_refuses_without_a_search(stage: Stage) -> None:
     stage.running(priority=1)
-    assert stage.remedy(Memory(0, 0, 0, 0, 1), stage.waiting()) is None
+    assert stage.remedy(Memory(0, 0, 0, 1), stage.waiting()) is None

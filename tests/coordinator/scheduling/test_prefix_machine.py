@@ -43,7 +43,7 @@ from worker.transfer.handover import Incoming
 NODE = "n0"
 POOL_PAGES = 14
 MODEL = ModelInfo("f", "m", 4_096, 100, 1, 64, (), "bytes", "")
-CAPACITY = WorkerCapacity(8, 64, 64, 64, POOL_PAGES, 1024, (64,), 8, 1, "/pool")
+CAPACITY = WorkerCapacity(8, 64, 64, 4_096, POOL_PAGES, 1024, (64,), 8, 1, "/pool")
 #: user, salt
 OWNERS = (("ann", ""), ("ann", "salt"), ("bob", ""))
 CONTENTS = st.lists(st.integers(0, 1), min_size=1, max_size=4)

@@ -28,7 +28,7 @@ from tests.support.facts import make_facts
 from tests.support.fakes.fake_cluster import capacity
 
 MODEL = ModelInfo("f", "m", 8_192, 1_000, 4, 128, (0,), "bytes", "")
-PLENTY = {"seats": 20, "hot_chunks": 200, "index_pages": 200, "slab_pages": 100}
+PLENTY = {"seats": 20, "hot_chunks": 200, "index_pages": 200, "prompt_max_tokens": 6_400}
 
 
 class FakePort:
@@ -308,18 +308,19 @@ def test_short_rest_takes_decode_steps_where_that_was_measured_to_be_cheaper() -
     for number, (contents, more, by_steps) in enumerate([("abc", 9, True), ("abc", 30, False), ("abcd", 1, False)]):
         planner.submit(number + 1, contents, more=more)
         decision = planner.admitted()[number + 1]
-        assert (decision.memory.slab_pages == 0, decision.entry.by_steps) == (by_steps, by_steps)
+        is_computing = number + 1 in planner.table.computing
+        assert (decision.entry.by_steps, is_computing) == (by_steps, not by_steps)
         assert decision.prefix_tokens == 192
     planner.reuse.with_generated = False  # deterministic mode
     planner.submit(9, "abc", more=9)
-    assert planner.admitted()[9].memory.slab_pages == 4
+    assert not planner.admitted()[9].entry.by_steps
 
 
 def test_without_a_measure_a_short_rest_is_prefilled() -> None:
     planner = one_worker()
     planner.cached_by(0, "abc")
     planner.submit(1, "abc", more=9)
-    assert planner.admitted()[1].memory.slab_pages == 4
+    assert not planner.admitted()[1].entry.by_steps
 
 
 # ---------------------------------------------------------------- prefill apart
@@ -490,7 +491,7 @@ def test_follower_goes_alone_where_its_longest_leader_is_on_a_node_that_cannot_t
     planner.add_worker("w0", "n0")
     planner.submit(0, "abxx")
     planner.plan()
-    planner.add_worker("w1", "n1", hot_chunks=900, index_pages=6, slab_pages=6)
+    planner.add_worker("w1", "n1", hot_chunks=900, index_pages=6, prompt_max_tokens=384)
     longest = planner.submit(1, "abc", priority=1)
     planner.plan()
     entry = planner.submit(2, "abcdefghij")

@@ -16,7 +16,7 @@ from tests.support.scheduler_rig import open_rig
 def admitted(*prompts: int) -> FakeCluster:
     """Slots 0, 1, … were admitted by w0, which has computed nothing."""
     fake = FakeCluster(1, ("n0",), 256)
-    fake.add_worker("w0", "n0", seats=8, hot_chunks=256, index_pages=256, slab_pages=256)
+    fake.add_worker("w0", "n0", seats=8, hot_chunks=256, index_pages=256, prompt_max_tokens=16_384)
     for request_index, prompt in enumerate(prompts):
         fake.submit(request_index, prompt, 10)
     fake.settle()
@@ -57,7 +57,7 @@ def test_reused_tokens_are_no_pass_of_the_prompt() -> None:
 def test_nothing_is_said_of_prompts_elsewhere_or_staged() -> None:
     fake = FakeCluster(1, ("n0",), 256)
     for name in ("w0", "w1"):
-        fake.add_worker(name, "n0", seats=1, hot_chunks=64, index_pages=64, slab_pages=64)
+        fake.add_worker(name, "n0", seats=1, hot_chunks=64, index_pages=64, prompt_max_tokens=4_096)
     for request_index in range(3):
         fake.submit(request_index, 100, 1_000)
     fake.settle()

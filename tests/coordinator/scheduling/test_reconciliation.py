@@ -25,7 +25,7 @@ from tests.support.facts import add_request, make_facts, make_ordered
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
 PAGES = 6
-STARTING = Memory(PAGES, PAGES, PAGES, 2)
+STARTING = Memory(PAGES, PAGES, PAGES)
 RESIDENT = InventoryRow(
     1, PAGES, PAGES, request_index=7, generated_tokens=30, durable_tokens=100, is_staged=True, is_started=True
 )
@@ -76,17 +76,17 @@ def test_awaited_worker_is_given_nothing() -> None:
     assert len(desk.dispatch.plan(0.0, tick=True)) == 1
 
 
-def test_staged_prompt_frees_its_slab() -> None:
+def test_staged_prompt_holds_what_it_was_given() -> None:
     desk = Desk()
     assert desk.adopted(held()) == PlacementAdopted(1, True, True, False, None, None)
-    assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.RUNNING, 0)
-    assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 0, 1)
+    assert (desk.entry.phase, desk.dispatch.placement_table.computing) == (EntryPhase.RUNNING, {})
+    assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 1)
 
 
 def test_prompt_in_prefill_continues() -> None:
     desk = Desk()
     assert desk.adopted(held(is_staged=False, is_started=False)) == PlacementAdopted(1, False, False, False, None, None)
-    assert (desk.entry.phase, desk.entry.slab_pages) == (EntryPhase.STARTING, 2)
+    assert (desk.entry.phase, desk.dispatch.placement_table.computing) == (EntryPhase.STARTING, {7: desk.entry})
 
 
 def test_lost_grant_is_resent_with_the_same_pages() -> None:
@@ -98,7 +98,7 @@ def test_lost_grant_is_resent_with_the_same_pages() -> None:
 
 
 def test_a_grant_to_a_managed_buffer_brings_no_chunks() -> None:
-    desk = Desk(Memory(PAGES, 3, PAGES, 0))
+    desk = Desk(Memory(PAGES, 3, PAGES))
     grant = desk.adopted(held(host_pages=4, hot_slots=128, hot_chunks=3)).grant
     assert grant is not None
     assert (grant.index_pages, grant.hot_chunks) == (2, 0)
@@ -107,13 +107,13 @@ def test_a_grant_to_a_managed_buffer_brings_no_chunks() -> None:
 
 
 def test_chunks_of_a_lost_resize_are_taken_back() -> None:
-    desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
+    desk = Desk(Memory(PAGES, PAGES, PAGES))
     heard = desk.adopt(held(hot_slots=128, hot_chunks=3))
     assert [step.change for step in heard.steps] == [Shrink(1, Memory(hot_chunks=PAGES - 3))]
 
 
 def test_resize_under_way_is_awaited_and_completes() -> None:
-    desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
+    desk = Desk(Memory(PAGES, PAGES, PAGES))
     adopted = desk.adopted(held(resize_slots=128, resize_chunks=3))
     assert adopted.resize == Resize(1, 128, 3)
     assert (desk.entry.hot, desk.entry.resizing) == (HotSize(0, PAGES), HotSize(128, 3))
@@ -123,7 +123,7 @@ def test_resize_under_way_is_awaited_and_completes() -> None:
 
 
 def test_grant_lost_under_a_resize_ends_the_placement() -> None:
-    desk = Desk(Memory(PAGES, PAGES, PAGES, 0))
+    desk = Desk(Memory(PAGES, PAGES, PAGES))
     tells = desk.adopt(held(host_pages=4, hot_chunks=4, resize_slots=128, resize_chunks=3)).tells
     assert isinstance(tells[0].event, PlacementAdopted)
     assert tells[0].event.grant is None
@@ -133,7 +133,7 @@ def test_grant_lost_under_a_resize_ends_the_placement() -> None:
 
 def test_grant_whose_chunks_were_reclaimed_ends_the_placement() -> None:
     """It was leaving in that life, which came to an end before it had left; then an operator resumed it."""
-    desk = Desk(Memory(PAGES, 4, PAGES, 0))
+    desk = Desk(Memory(PAGES, 4, PAGES))
     heard = desk.adopt(held(host_pages=4, hot_chunks=4))
     assert [type(tell.event) for tell in heard.tells] == [PlacementAdopted, RetractOrder]
     assert (heard.steps, desk.ledger.held(1).hot_chunks) == ((), 4)

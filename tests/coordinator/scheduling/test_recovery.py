@@ -130,6 +130,22 @@ def held_to(grammar: str, request_id: str = "held") -> messages.Submit:
     return messages.Submit(1, pack_int32(range(40)), messages.Sampling(20, grammar=grammar), request_id)
 
 
+async def test_lone_request_is_accepted_and_placed_in_one_commit(autojump_clock: trio.testing.MockClock) -> None:
+    """Trio draws which of two tasks runs first: some of 20 requests would be accepted in a commit of their own."""
+    names: list[set[str]] = []
+    for number in range(20):
+        async with Life.over() as life:
+            await life.add_worker("w0")
+            await life.settle()
+            await trio.sleep(1.0)  # the journal waits for news, not for its interval
+            await life.submit(f"r{number}")
+            await life.settle()
+            names += ({type(record).__name__ for record in group} for group in life.store.groups)
+    placed = [group for group in names if "RequestPlaced" in group]
+    assert len(placed) == 20
+    assert all("RequestAccepted" in group for group in placed)
+
+
 async def test_limit_of_drafts_is_that_of_the_submission_after_a_restart(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -224,8 +224,13 @@ async def test_operator_forces_hot_sizes(autojump_clock: MockClock) -> None:
             BadInput,
             "8000 prompt tokens and max_tokens 300 make 8300, the context of tiny holds 8192",
         ),
-        ({"prompt": 3_000}, CapacityError, "needs 47 slab pages, w0 has 8"),
-        ({"max_tokens": 7_000}, CapacityError, "needs 111 host pages, pool has 64"),
+        (
+            {"prompt": 600},
+            CapacityError,
+            "needs 600 prompt tokens in a pass, w0 has 512 (shorten it, or change worker.device_mem)",
+        ),
+        ({"prompt": 3_000}, CapacityError, "needs 52 index pages, w0 has 26 (shorten it"),
+        ({"max_tokens": 7_000}, CapacityError, "needs 111 index pages"),
         ({"max_tokens": 0}, BadInput, "max_tokens=0"),
         ({"priority": 5_000}, BadInput, "priority=5000: must be -1000 to 1000"),
         ({"request_id": "a b"}, BadInput, "request_id='a b'"),
@@ -239,7 +244,7 @@ async def test_impossible_request_is_refused_at_submission(
     async with open_rig() as rig:
         await rig.add_worker("w0")
         await rig.submit("taken")
-        with pytest.raises(error, match=text.replace("(", r"\(")):
+        with pytest.raises(error, match=re.escape(text)):
             await rig.submit(**({"request_id": "r", "prompt": 100, "max_tokens": 300} | change))  # type: ignore[arg-type]
         assert rig.live() == ["taken"]
 

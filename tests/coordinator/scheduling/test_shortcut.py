@@ -37,9 +37,11 @@ def drawn_cluster(rng: random.Random) -> FakeCluster:
         node = f"n{number % 2}"
         member = GroupMember(f"g{node}", number // 2, 3, 1) if has_groups else None
         chunks = sizes[rng.random() < 0.5]
-        fake.add_worker(f"w{number}", node, member=member, seats=6, hot_chunks=chunks, index_pages=80, slab_pages=24)
+        fake.add_worker(
+            f"w{number}", node, member=member, seats=6, hot_chunks=chunks, index_pages=80, prompt_max_tokens=1_536
+        )
     if not has_groups and rng.random() < 0.3:
-        fake.add_worker("p0", "n0", PREFILL, seats=2, hot_chunks=0, index_pages=40, slab_pages=40)
+        fake.add_worker("p0", "n0", PREFILL, seats=2, hot_chunks=0, index_pages=40, prompt_max_tokens=2_560)
     return fake
 
 

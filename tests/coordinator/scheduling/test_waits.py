@@ -85,7 +85,7 @@ def test_first_tokens_and_those_between() -> None:
 
 def test_page_lifetimes_span_all_holders() -> None:
     ledger = Ledger(10)
-    ledger.add_worker("w", 1, WorkerCapacity(8, 64, 64, 64, 10, 1024, (4096,), 8, 1, ""))
+    ledger.add_worker("w", 1, WorkerCapacity(8, 64, 64, 4_096, 10, 1024, (4096,), 8, 1, ""))
     ages = PageAges(ledger, 0.0)
 
     def after(now: float, change: object) -> list[float]:

@@ -260,6 +260,25 @@ def test_outputs_of_an_owner_do_not_grow_beyond_its_share_but_for_the_first_to_e
     log.check_invariants()
 
 
+def test_request_that_an_operator_holds_keeps_none_of_its_owner_from_growing() -> None:
+    log = TokenLog(request_indices=100, arena_tokens=1 << 15)
+    hostile = [log.open(1_000, tokens=10, owner="hostile") for _ in range(80)]
+    for tokens in (150, 400, 900):
+        for request_index in hostile:
+            log.make_room(request_index, tokens)
+    (first,) = (it for it in hostile if log._units[it] == 1_024)
+    others = [it for it in hostile if it != first]
+    log.hold(first, True)
+    grown = [it for it in others if log.make_room(it, 900)]
+    assert len(grown) == 1, "another one comes to its end, and no more than one"
+    log.cut(grown[0])
+    log.close(grown[0])
+    log.hold(first, False)
+    assert not any(log.make_room(it, 900) for it in others if it not in grown), "it is the first to end again"
+    assert log.make_room(first, 1_000)
+    log.check_invariants()
+
+
 def test_a_refusal_is_repeated_without_looking_at_all_requests_again(monkeypatch: pytest.MonkeyPatch) -> None:
     log = TokenLog(request_indices=5, arena_tokens=1024)
     first, second, third, _ = (log.open(500, tokens=30, owner=owner) for owner in "abcd")
@@ -381,6 +400,7 @@ class ModelOutput:
     rows: list[int] = field(default_factory=list)
     in_journal: int = 0
     has_ended: bool = False
+    is_held: bool = False
 
     @property
     def may_have(self) -> int:
@@ -407,7 +427,7 @@ def may_have(log: TokenLog, request_index: int, tokens: int) -> bool:
     owner, free = log._owner[request_index], log.arena_tokens - sum(held)
     more = units - held[request_index]
     owed = {at: most[at] - held[at] for at in range(len(held)) if log._owner[at] == owner and most[at]}
-    is_first = request_index == min(owed, key=lambda at: (owed[at], at))
+    is_first = request_index == min(owed, key=lambda at: (log._is_held[at], owed[at], at))
     own = sum(count for at, count in enumerate(held) if log._owner[at] == owner)
     if more > free or (not is_first and own + more > SHARE * (free - more)):
         return False
@@ -467,6 +487,13 @@ class LogAndModel(RuleBasedStateMachine):
         if wanted:
             output.granted += more
             self.log.grant(request_index, output.granted)
+
+    @precondition(lambda self: self.live())
+    @rule(pick=st.integers(0, 5), is_held=st.booleans())
+    def hold(self, pick: int, is_held: bool) -> None:
+        request_index = self.live()[pick % len(self.live())]
+        self.log.hold(request_index, is_held)
+        self.outputs[request_index].is_held = is_held
 
     @precondition(lambda self: self.live())
     @rule(pick=st.integers(0, 5))
@@ -534,6 +561,7 @@ class LogAndModel(RuleBasedStateMachine):
                 part = np.array(output.tokens[start : start + 40], np.int32)
                 after.recover_output(OutputPart(request_index, start, part, 0, rows))
             output.placement = output.granted = 0
+            after.hold(request_index, output.is_held)
             if output.has_ended:
                 after.cut(request_index)
         after.recovered()
@@ -559,10 +587,12 @@ class LogAndModel(RuleBasedStateMachine):
             assert held <= self.log.held_by(owner)
 
     def teardown(self) -> None:
-        """Whatever was drawn, all come to their end: no two wait for each other."""
+        """Whatever was drawn, all come to their end once none is held: no two wait for each other."""
         for request_index in [it for it, output in self.outputs.items() if output.has_ended]:
             self.log.close(request_index)
         waiting = self.live()
+        for request_index in waiting:
+            self.log.hold(request_index, False)
         while waiting:
             able = next((it for it in waiting if self.log.make_room(it, self.outputs[it].max_tokens)), None)
             assert able is not None, "all wait for each other"

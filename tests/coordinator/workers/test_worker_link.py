@@ -479,8 +479,8 @@ async def test_worker_is_sent_commands_of_its_version(rig: Rig, protocol: int) -
     worker = await rig.worker()
     await worker.say(hello(protocol=protocol))
     assert isinstance(await worker.hear(), WorkerWelcome)
-    older = messages.Admit(1, 0, "r", bytes(40), b"", 0, messages.Sampling(8), bytes(4), 1, 1, 0, 1, rank=(-1, 2, 3))
-    command = msgspec.structs.replace(older, draft_tokens=2, owner="alice")
+    older = messages.Admit(1, 0, "r", bytes(40), b"", 0, messages.Sampling(8), bytes(4), 1, 0, 1, rank=(-1, 2, 3))
+    command = msgspec.structs.replace(older, owner="alice", by_steps=True)
     rig.scheduler.ports["w0"].send(command)
     heard = command if protocol == PROTOCOL_VERSION else older
     assert await worker.hear() == Commands(INCARNATION, 1, (heard,))

@@ -37,7 +37,7 @@ MODEL = messages.ModelInfo(
     eos_token_ids=(257,), tokenizer_kind="bytes", tokenizer_hash="",
 )  # fmt: skip
 CAPACITY = messages.WorkerCapacity(
-    seats=8, hot_chunks=32, index_pages=512, slab_pages=128, host_pages=1024, page_bytes=98_304,
+    seats=8, hot_chunks=32, index_pages=512, prompt_max_tokens=8_192, host_pages=1024, page_bytes=98_304,
     hot_size_classes=(192,), tail_slots=8, overshoot_tokens=1, pool_path="/tmp/p",
 )  # fmt: skip
 REQUEST = messages.RequestRow(
@@ -47,7 +47,7 @@ REQUEST = messages.RequestRow(
 )  # fmt: skip
 WORKER = messages.WorkerRow(
     worker="w0", node="n", state="connected", epoch=1, running=1, capacity=CAPACITY, hot_chunks_free=28,
-    index_pages_free=500, slab_pages_free=128, seats_free=7, steps=10, step_us=2500.0, hits=30, misses=10,
+    index_pages_free=500, seats_free=7, steps=10, step_us=2500.0, hits=30, misses=10,
     link_age_s=0.1, command_ack_ms=1.5,
 )  # fmt: skip
 UNSEEN = msgspec.structs.replace(WORKER, state="disconnected", link_age_s=messages.NOT_SEEN)

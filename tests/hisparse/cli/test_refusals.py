@@ -820,7 +820,7 @@ CALLS: Final[dict[str, Call]] = {
     ),
     "prompt beyond all workers": Call(
         CapacityError,
-        "(shorten it, or give workers more memory)",
+        "(shorten it, or change worker.device_mem)",
         lambda *_: check_fits(Length(100_000, 0, 100_064), [("w0", CAPACITY)]),
     ),
     "no worker of the role": Call(

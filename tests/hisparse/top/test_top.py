@@ -29,10 +29,10 @@ from hisparse.top.screen import (
 from protocol import messages
 from protocol.errors import NotFound
 
-CAPACITY = messages.WorkerCapacity(16, 100, 1000, 128, 4000, 98_304, (192,), 8, 1, "/tmp/p")
+CAPACITY = messages.WorkerCapacity(16, 100, 1000, 8_192, 4000, 98_304, (192,), 8, 1, "/tmp/p")
 WORKER = messages.WorkerRow(
     worker="w0", node="n0", state="connected", epoch=1, running=12, capacity=CAPACITY, hot_chunks_free=10,
-    index_pages_free=400, slab_pages_free=128, seats_free=4, steps=100, step_us=2500.0, hits=900, misses=100,
+    index_pages_free=400, seats_free=4, steps=100, step_us=2500.0, hits=900, misses=100,
     link_age_s=0.1, command_ack_ms=1.5, swapped_bytes=0,
 )  # fmt: skip
 REQUEST = messages.RequestRow(

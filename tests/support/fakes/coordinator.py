@@ -83,7 +83,6 @@ class Life:
     hot_slots: int = 0
     hot_chunks: int = 0
     index_pages: int = 0
-    slab_pages: int = 0
     staged: bool = False
     resizing: Resize | None = None
     leaving: str = ""  # keep, drop, abort once withdrawn
@@ -124,7 +123,6 @@ class FakeCoordinator:
         self.seats = capacity.seats
         self.hot_chunks = capacity.hot_chunks
         self.index_pages = capacity.index_pages
-        self.slab_pages = capacity.slab_pages
         self.lives: list[Life] = []
         self.events: list[Event] = []
         self.swaps: dict[int, tuple[int, int]] = {}  # hits and misses by placement, while it lasts
@@ -156,12 +154,11 @@ class FakeCoordinator:
             life.host_pages = list(life.shared)
         pages = max(len(life.host_pages), min(pages_for(rows + self.ahead_tokens), pages_for(life.rows_wanted)))
         new_pages = pages - len(life.host_pages)
-        slab = 0 if life.durable or life.by_steps else pages_for(len(life.prompt))
         chunks = 0 if hot_slots == NO_HOT_BUFFER else managed_chunks(hot_slots) if hot_slots else pages
         short = (
             self.seats < 1
             or len(self.host_pages) < new_pages
-            or min(self.hot_chunks - chunks, self.index_pages - pages, self.slab_pages - slab) < 0
+            or min(self.hot_chunks - chunks, self.index_pages - pages) < 0
         )
         if short:
             if not life.durable:
@@ -170,10 +167,9 @@ class FakeCoordinator:
         self.seats -= 1
         self.hot_chunks -= chunks
         self.index_pages -= pages
-        self.slab_pages -= slab
         life.host_pages += [self.host_pages.popleft() for _ in range(new_pages)]
         life.placement, self._next_admission = self._next_admission, self._next_admission + 1
-        life.hot_slots, life.hot_chunks, life.index_pages, life.slab_pages = hot_slots, chunks, pages, slab
+        life.hot_slots, life.hot_chunks, life.index_pages = hot_slots, chunks, pages
         life.leaving, life.staged, life.resizing = "", life.durable > 0, None
         life.prompt_rows = 0
         self._by_admission[life.placement] = life
@@ -255,7 +251,6 @@ class FakeCoordinator:
                 assert is_said, "the first token comes before Staged: prefill's logits are lost afterwards"
                 assert life.durable >= len(life.prompt) or not life.tokens
                 life.staged = True
-                self._free_slab(life)
             case Parked():
                 life = self._by_admission[event.placement]
                 life.parked += 1
@@ -294,7 +289,6 @@ class FakeCoordinator:
         self.seats += 1
         self.hot_chunks += life.hot_chunks
         self.index_pages += life.index_pages
-        self._free_slab(life)
         hits, misses = self.swaps.pop(event.placement, (0, 0))
         life.hits += hits
         life.misses += misses
@@ -305,10 +299,6 @@ class FakeCoordinator:
         if life.outcome or life.leaving == "drop" or not life.durable:
             self.host_pages.extend(life.host_pages[len(life.shared) :])
             life.host_pages, life.durable, life.first_token = [], 0, NO_TOKEN
-
-    def _free_slab(self, life: Life) -> None:
-        self.slab_pages += life.slab_pages
-        life.slab_pages = 0
 
     def _admit_command(self, life: Life) -> Admit:
         return Admit(
@@ -321,7 +311,6 @@ class FakeCoordinator:
             sampling=life.sampling,
             host_pages=pack_int32(life.host_pages),
             index_pages=life.index_pages,
-            slab_pages=life.slab_pages,
             hot_slots=life.hot_slots,
             hot_chunks=life.hot_chunks,
             first_token=NO_TOKEN if life.tokens else life.first_token,
@@ -329,6 +318,7 @@ class FakeCoordinator:
             prefix_tokens=0 if life.durable else len(life.shared) * PAGE_TOKENS,
             rank=life.rank,
             draft_tokens=life.draft_tokens,
+            by_steps=life.by_steps and not life.durable,
         )
 
     def adopt(self, other: FakeCoordinator) -> None:
@@ -345,4 +335,4 @@ class FakeCoordinator:
         assert not self._by_admission
         assert sorted(self.host_pages) == list(self._pages)
         assert (self.seats, self.hot_chunks) == (capacity.seats, capacity.hot_chunks)
-        assert (self.index_pages, self.slab_pages) == (capacity.index_pages, capacity.slab_pages)
+        assert self.index_pages == capacity.index_pages

@@ -46,7 +46,13 @@ AHEAD_TOKENS = 96
 
 def capacity(role: str = messages.BOTH, **counts: int) -> messages.WorkerCapacity:
     """A small worker: 3 or 5 chunks make a managed hot buffer."""
-    defaults: dict[str, Any] = {"seats": 3, "hot_chunks": 14, "index_pages": 26, "slab_pages": 8, "host_pages": 32}
+    defaults: dict[str, Any] = {
+        "seats": 3,
+        "hot_chunks": 14,
+        "index_pages": 26,
+        "prompt_max_tokens": 512,
+        "host_pages": 32,
+    }
     return messages.WorkerCapacity(
         **(defaults | counts),
         page_bytes=1024,
@@ -301,11 +307,11 @@ class FakeCluster:
             live.sampling,
             pages.tobytes(),
             decision.memory.index_pages,
-            decision.memory.slab_pages,
             decision.hot_size.hot_slots,
             decision.hot_size.hot_chunks,
             decision.first_token,
             prefix_tokens=decision.prefix_tokens,
+            by_steps=entry.by_steps,
         )
         return self.tell(entry.request_index, Admitted(command, decision.worker.name, decision.worker.port, "fits"))
 

@@ -55,7 +55,6 @@ class FakeRun:
     prompt_tokens: int
     pages: list[int]
     index_pages: int
-    slab_pages: int
     hot_slots: int
     hot_chunks: int
     generated: int
@@ -117,12 +116,13 @@ class FakeWorker:
         self.seen.add(admit.placement)
         prompt, generated = len(admit.prompt) // 4, len(admit.generated) // 4
         pages = unpack_int32(admit.host_pages, "host_pages").tolist()
-        cold, by_steps = admit.durable_tokens == 0, admit.prefix_tokens > 0 and not admit.slab_pages
+        cold = admit.durable_tokens == 0
         assert not admit.prefix_tokens % PAGE_TOKENS
         known = generated or int(admit.first_token != messages.NO_TOKEN)
         assert cold or prompt <= admit.durable_tokens <= prompt + known - 1, "rows to go on from"
         assert admit.warm_start in (b"", b"" if cold else admit.request_id.encode()), "another's, or of no rows"
-        assert admit.slab_pages == (pages_for(prompt) if cold and not by_steps else 0)
+        assert not admit.by_steps or (admit.prefix_tokens and cold)
+        assert not admit.computes_prompt or prompt <= self.capacity.prompt_max_tokens, "longer than its passes take"
         there = admit.durable_tokens or admit.prefix_tokens
         assert len(pages) >= pages_for(max(prompt, admit.durable_tokens))
         run = FakeRun(
@@ -130,13 +130,12 @@ class FakeWorker:
             prompt,
             pages,
             admit.index_pages,
-            admit.slab_pages,
             admit.hot_slots,
             admit.hot_chunks,
             generated,
             there,
             there,
-            "prefilling" if cold and not by_steps else "staged",
+            "prefilling" if admit.computes_prompt else "staged",
         )
         self.runs[admit.placement] = run
         for position in range(generated):
@@ -153,8 +152,7 @@ class FakeWorker:
                     len(it.pages),
                     it.hot_chunks,
                     index_pages=it.index_pages,
-                    slab_pages=it.slab_pages,
-                    chunks=it.hot_chunks + it.slab_pages,
+                    chunks=it.hot_chunks,
                 ),
                 it.pages,
             )
@@ -163,7 +161,7 @@ class FakeWorker:
         size = self.capacity
         free = FreeDeviceMemory(
             size.seats - len(held),
-            size.hot_chunks + size.slab_pages - sum(row.chunks for row, _ in held),
+            size.hot_chunks - sum(row.chunks for row, _ in held),
             size.index_pages - sum(row.index_pages for row, _ in held),
         )
         return take_inventory(number, held, free)
@@ -178,7 +176,7 @@ class FakeWorker:
         match run.phase:
             case "prefilling":
                 self._write_rows(run, run.prompt_tokens)
-                run.phase, run.slab_pages, run.durable = "staged", 0, run.prompt_tokens
+                run.phase, run.durable = "staged", run.prompt_tokens
                 self._publish(run, 1)
                 self.emit(messages.Staged(placement, 1.0, 1.0))
                 if run.hot_slots == messages.NO_HOT_BUFFER:
@@ -251,12 +249,11 @@ class FakeWorker:
         chunks = sum(max(run.hot_chunks, run.resize.hot_chunks if run.resize else 0) for run in runs)
         assert chunks <= capacity.hot_chunks
         assert sum(run.index_pages for run in runs) <= capacity.index_pages
-        assert sum(run.slab_pages for run in runs) <= capacity.slab_pages
         for run in runs:
             assert run.index_pages == len(run.pages)
             managed = managed_chunks(run.hot_slots) if run.hot_slots > 0 else 0
             assert run.hot_chunks == (managed if run.hot_slots else len(run.pages))
             assert capacity.decodes or run.hot_slots == messages.NO_HOT_BUFFER, "it only prefills"
-            assert capacity.prefills or run.admit.durable_tokens or not run.admit.slab_pages, "it only decodes"
+            assert capacity.prefills or not run.admit.computes_prompt, "it only decodes"
             limit = run.prompt_tokens + run.admit.sampling.max_tokens + capacity.overshoot_tokens
             assert len(run.pages) <= pages_for(limit), "never granted beyond what can be used"

@@ -51,6 +51,9 @@ class DrawnPace:
     def stepped(self, seconds: float) -> None:
         del seconds
 
+    def waited(self, seconds: float) -> None:
+        del seconds
+
     def ran(self, rows: int, seconds: float) -> None:
         del rows, seconds
 

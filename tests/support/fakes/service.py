@@ -14,7 +14,7 @@ from protocol.errors import WrongState
 from protocol.messages import PoolRow, RequestRow, RequestRows, Sampling, WorkerCapacity, WorkerRow
 
 PAGES_EACH = 10
-CAPACITY = WorkerCapacity(8, 32, 512, 128, 1024, 98_304, (192,), 8, 1, "/tmp/p")
+CAPACITY = WorkerCapacity(8, 32, 512, 8_192, 1024, 98_304, (192,), 8, 1, "/tmp/p")
 
 
 @dataclass
@@ -82,7 +82,7 @@ class FakeService:
 
     async def workers(self) -> tuple[WorkerRow, ...]:
         return tuple(
-            WorkerRow(name, "n", state, 1, 0, CAPACITY, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0)
+            WorkerRow(name, "n", state, 1, 0, CAPACITY, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0)
             for name, state in self.workers_up.items()
         )
 

@@ -40,6 +40,7 @@ from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensio
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.layout import ExpertShare, exchange_bytes, group_sizes, prompt_scratch_bytes, weights_bytes
+from worker.weights.matmul import DECODED, Matmul
 from worker.weights.model import load_model
 from worker.weights.quantization import Quantization
 from worker.weights.shares import fitting_group_size, rank_bytes
@@ -102,10 +103,10 @@ def test_target_admits_more_requests_than_halves() -> None:
     assert aimed.index_pages // pages > 1.5 * (halves.index_pages // pages)
 
 
-@pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 67, 67)), (0, (126, 10, 87))])
+@pytest.mark.parametrize(("target", "counts"), [(32_768, (633, 65, 65)), (0, (126, 10, 85))])
 def test_worker_logs_its_request_capacity_at_start(target: int, counts: tuple[int, int, int]) -> None:
     """Of the length aimed at, or of the longest."""
-    _, enough = sized(context_target_tokens=target, slab_tokens=32_768).report()
+    _, enough = sized(context_target_tokens=target).report()
     assert enough["context_target_tokens"] == (target or 163_840)
     kinds = ("host_pages", "index_pages", "hot_chunks")
     assert tuple(enough[f"requests_by_{kind}"] for kind in kinds) == counts
@@ -121,15 +122,16 @@ def test_a_target_beyond_the_context_is_refused() -> None:
 
 
 @pytest.mark.parametrize("context", [163_840, 1_048_576])
-def test_default_slab_holds_two_layers_of_the_longest_prompt(context: int) -> None:
+def test_slab_holds_two_layers_of_the_longest_prompt(context: int) -> None:
     """GLM-5.2's rows: a prompt of a million tokens is admitted, where all of its layers would take 54 GB."""
     layers = 78
     geometry = Geometry(layers, FP8_ROW, tuple(it // 4 for it in range(layers)), FP8_KEY, topk=2048)
     settings = msgspec.structs.replace(BIG, device_mem="20GB", seats=4)
     found = size_worker(settings, geometry, info(context))
-    slab = found.capacity.slab_pages
-    assert slab == pages_for(context + found.capacity.overshoot_tokens)
-    assert slab * geometry.slab_page_bytes == slab * 64 * 2 * FP8_ROW < 1.4e9
+    longest = pages_for(context + found.capacity.overshoot_tokens)
+    assert longest * geometry.slab_page_bytes == longest * 64 * 2 * FP8_ROW < 1.4e9
+    packed = (found.slab_pages - longest) * geometry.slab_page_bytes
+    assert 0 < packed <= min(parse_size("20GB", "") // 32, 262_144 * 2 * FP8_ROW)
     assert not misfit(Length(context - 100, 0, 100), found.capacity, "w0")
 
 
@@ -179,13 +181,12 @@ def test_largest_hot_buffer_without_lost_seats_is_chosen() -> None:
 
 
 def test_decode_only_worker_spends_no_memory_on_prompts() -> None:
-    """Its slab is one page, whatever `slab_tokens` the prefill workers are given with the same settings."""
-    capacity = sized(role="decode", slab_tokens=131_072).capacity
-    assert capacity.slab_pages == 1
+    """Its slab is one page."""
+    assert sized(role="decode").slab_pages == 1
     alone, both = planned(131_072, role="decode"), planned(131_072)
     assert alone.prompt_max_tokens == 0
     assert alone.slab_bytes == deepseek().slab_page_bytes
-    assert (both.slab_bytes, both.prompt_max_tokens) == (2_049 * deepseek().slab_page_bytes, 131_072)
+    assert (both.slab_bytes, both.prompt_max_tokens) == ((2_049 + 4_096) * deepseek().slab_page_bytes, 131_072)
 
 
 def test_oversized_hot_buffers_are_left_out() -> None:
@@ -200,7 +201,7 @@ def test_larger_classes_than_the_context_are_left_out() -> None:
 
 
 def test_oversized_length_is_refused_with_arithmetic() -> None:
-    with pytest.raises(CapacityError, match="needs 2049 host pages, pool has 1625") as caught:
+    with pytest.raises(CapacityError, match="needs 2049 host pages, worker has 1625") as caught:
         planned(131_072, host_mem="5GB")
     assert caught.value.field == "context"
 
@@ -341,7 +342,7 @@ def published(path: Path, family: str, **change: Any) -> Path:
     return path / "config.json"
 
 
-WHOLE = ("--host-mem", "2TB", "--context", "131072", "--kv-dtype", "fp8", "--slab-tokens", "8192")
+WHOLE = ("--host-mem", "2TB", "--context", "131072", "--kv-dtype", "fp8")
 
 
 @pytest.mark.parametrize(
@@ -395,7 +396,7 @@ def test_eight_gpus_of_141_gb_hold_671_billion_parameters(tmp_path: Path) -> Non
     assert BLOCK_TOKENS_MAX > SEATS_MAX, "a block of a prompt has more rows than any step"
     text = " ".join(size(config, *WHOLE, "--gpu-mem", "141GB", "--group-size", "8").split())
     assert "Weights on each GPU of a group of 8:" in text
-    assert "Buffers for the exchange of rows: 1.4 GiB. Prompt passes: 2.5 GiB." in text
+    assert "Buffers for the exchange of rows: 1.4 GiB. Prompt passes: 2.8 GiB." in text
 
 
 def test_ranks_that_draft_hold_a_share_of_the_draft_layer(tmp_path: Path) -> None:
@@ -416,12 +417,13 @@ def test_ranks_that_draft_hold_a_share_of_the_draft_layer(tmp_path: Path) -> Non
 def test_buffers_of_the_exchange_are_those_that_a_rank_has(
     deterministic: bool, dtype: torch.dtype, choices: int
 ) -> None:
-    exchange = Exchange(
-        Alike(0, 3), hidden=36, choices=choices, rows_max=10, dtype=dtype, device="cpu", deterministic=deterministic
-    )
-    config = SimpleNamespace(hidden_size=36, num_experts_per_tok=choices)
-    name = str(dtype).removeprefix("torch.")
-    assert exchange_bytes(config, name, 3, 10, deterministic=deterministic) == exchange.bytes
+    config, name = SimpleNamespace(hidden_size=384, num_experts_per_tok=choices), str(dtype).removeprefix("torch.")
+    for matmul in (None, DECODED, Matmul("fake 0.0")):
+        form = {"hidden": 384, "choices": choices, "rows_max": 10, "dtype": dtype, "device": "cpu", "matmul": matmul}
+        exchange = Exchange(Alike(0, 3), deterministic=deterministic, **form)  # type: ignore[arg-type]
+        quantized = matmul is not None and matmul.quantizes_rows
+        computed = exchange_bytes(config, name, 3, 10, deterministic=deterministic, quantized=quantized)
+        assert computed == exchange.bytes
 
 
 def test_deterministic_sums_are_exchanged_in_float32() -> None:

@@ -16,29 +16,28 @@ from worker.streams import make_streams
 TURNS = 1_500
 
 
-def given(lives: list[Life]) -> dict[int, tuple[int, int, int, int | None, bool]]:
-    """By admission: pages, their digest, index pages, chunks (None while they change) and whether it has a slab."""
+def given(lives: list[Life]) -> dict[int, tuple[int, int, int, int | None]]:
+    """By admission: pages, their digest, index pages and chunks (None while they change)."""
     return {
         life.placement: (
             len(life.host_pages),
             digest_of(np.array(life.host_pages, dtype=np.int32)),
             life.index_pages,
             None if life.resizing else life.hot_chunks,
-            life.slab_pages > 0,
         )
         for life in lives
         if life.placement
     }
 
 
-def said(inventory: Inventory, before: dict[int, tuple[int, int, int, int | None, bool]]) -> object:
+def said(inventory: Inventory, before: dict[int, tuple[int, int, int, int | None]]) -> object:
     rows = {}
     for row in unpack_rows(inventory.rows):
-        given_pages, given_digest, _, given_chunks, _ = before.get(row.placement, (0, 0, 0, 0, False))
+        given_pages, given_digest, _, given_chunks = before.get(row.placement, (0, 0, 0, 0))
         is_untold = row.is_leaving and row.host_pages == given_pages  # ids are not told of one that leaves
         told = given_digest if is_untold else row.digest
         chunks = None if given_chunks is None else row.hot_chunks
-        rows[row.placement] = (row.host_pages, told, row.index_pages, chunks, row.slab_pages > 0)
+        rows[row.placement] = (row.host_pages, told, row.index_pages, chunks)
     return rows
 
 
@@ -64,7 +63,7 @@ def test_inventory_lists_grants_and_the_rest_is_free(seed: int, backend: str) ->
         assert said(inventory, before) == before
         assert inventory.seats_free + len(before) == capacity.seats
         chunks = sum(row.chunks for row in unpack_rows(inventory.rows))
-        assert chunks + inventory.chunks_free == capacity.hot_chunks + capacity.slab_pages
+        assert chunks + inventory.chunks_free == capacity.hot_chunks
         heard += bool(before)
         if all(life.outcome for life in coordinator.lives):
             break

@@ -30,7 +30,6 @@ SETTINGS = WorkerSettings(
     tail_slots=2 * (1 + DRAFTS),
     pass_tokens=64,
     context_max_tokens=512,
-    slab_tokens=512,
     host_mem="32MiB",
     device_mem="32MiB",
     dtype="float32",

@@ -70,7 +70,7 @@ from worker.link.link_state import (
 from worker.link.outbox import REPORTS_UNACKED_MAX, Outbox
 
 MODEL = ModelInfo("f", "tiny", 8192, 260, 4, 128, (257,), "bytes", "")
-CAPACITY = WorkerCapacity(8, 64, 64, 64, 64, 1024, (4096,), 8, 1, "/tmp/pool")
+CAPACITY = WorkerCapacity(8, 64, 64, 4_096, 64, 1024, (4096,), 8, 1, "/tmp/pool")
 
 
 def admit(placement: int, generated: list[int] | None = None) -> Admit:

@@ -23,6 +23,7 @@ from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life, prompt_of
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, computed
+from tests.support.history import first_parent_commits
 from tests.support.once import made_once
 from tests.support.worker_rig import SETTINGS
 from tests.worker.runners.test_drafting import pair_of
@@ -289,10 +290,22 @@ def plain_outputs(family: str, count: int) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize(("seed", "percent"), [(0, 0), (1, 60), (2, 100), (3, None)])
-@pytest.mark.parametrize("family", FAMILIES)
+def one_family_each(commits: int) -> list[tuple[int, int | None, str]]:
+    """Each seed with one of the families, in turn; with the other one after the next commit."""
+    shares = (0, 60, 100, None)
+    return [(seed, shares[seed], FAMILIES[(seed + seed // 2 + commits) % 2]) for seed in range(len(shares))]
+
+
+def test_every_seed_meets_both_families_within_two_commits() -> None:
+    assert {*one_family_each(0), *one_family_each(1)} == {
+        (seed, percent, family) for seed, percent in enumerate((0, 60, 100, None)) for family in FAMILIES
+    }
+    assert all({family for *_, family in one_family_each(commits)} == {*FAMILIES} for commits in range(2))
+
+
+@pytest.mark.parametrize(("seed", "percent", "family"), one_family_each(first_parent_commits() or 0))
 def test_models_give_the_tokens_of_plain_decoding_wherever_requests_are(
-    family: str, seed: int, percent: int | None, run_dir: Path
+    seed: int, percent: int | None, family: str, run_dir: Path
 ) -> None:
     """Drafts are right in forced shares of places, or those that the model gives."""
     texts, outputs = model_texts(family, run_dir)

@@ -79,6 +79,14 @@ def a_long_prompt(make: MakeStreams) -> Rig:
     return rig
 
 
+def a_prompt_beyond_its_buffer(make: MakeStreams) -> Rig:
+    """The first step reads host rows of the last layers that the prompt's only pass has staged."""
+    rig = Rig(make(), msgspec.structs.replace(SETTINGS, pass_tokens=128))
+    assert rig.coordinator.admit(rig.coordinator.create(1, 120, 8), 64)
+    rig.run()
+    return rig
+
+
 def a_batch(make: MakeStreams) -> Rig:
     """Two requests decode, and nothing else."""
     rig = Rig(make())
@@ -207,7 +215,7 @@ def a_grammar(make: MakeStreams) -> Rig:
 SCENARIOS: dict[str, Callable[[MakeStreams], Rig]] = {
     "inputs_consumed": a_long_prompt,
     "prefill_written": partial(a_day, groups=SHARED),
-    "staged": partial(a_day, groups=SHARED),
+    "staged": a_prompt_beyond_its_buffer,
     "slab_staged": a_long_prompt,
     "slab_read": a_long_prompt,
     "refilled": a_long_prompt,

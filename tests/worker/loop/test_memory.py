@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kernels.state import DeviceState
 from protocol.errors import BadInput, CapacityError, ConfigError, InternalError
-from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.worker_rig import SETTINGS
@@ -259,7 +258,7 @@ def test_sizes_fit_the_budget() -> None:
         index_pages=sizing.capacity.index_pages,
         max_pages=sizing.max_pages,
         max_chunks=sizing.max_chunks,
-        slab_pages=sizing.capacity.slab_pages,
+        slab_pages=sizing.slab_pages,
         tail_slots=sizing.capacity.tail_slots,
         host=torch.zeros(1, geometry.page_bytes, dtype=torch.uint8),
     )
@@ -319,8 +318,8 @@ def test_budget_beyond_free_gpu_memory_is_refused() -> None:
 
 
 def test_defaults_leave_room_for_every_kind() -> None:
-    capacity = sized(slab_tokens=0, device_mem="1MiB").capacity
-    assert capacity.slab_pages == pages_for(512 + 1)
-    assert min(capacity.hot_chunks, capacity.index_pages) > 0
-    tight: WorkerSettings = replace(SETTINGS, slab_tokens=0, context_max_tokens=4_096, device_mem="128KiB")
-    assert 0 < size_worker(tight, FakeRunner().geometry, FakeRunner().info).capacity.slab_pages < pages_for(4_096)
+    sizing = sized(device_mem="1MiB")
+    assert (sizing.slab_pages, sizing.capacity.prompt_max_tokens) == (pages_for(512 + 1), 512)
+    assert min(sizing.capacity.hot_chunks, sizing.capacity.index_pages) > 0
+    tight = sized(context_max_tokens=4_096, device_mem="128KiB")
+    assert 0 < tight.capacity.prompt_max_tokens == 64 * tight.slab_pages < 4_096

@@ -32,7 +32,6 @@ SETTINGS = WorkerSettings(
     tail_slots=3,
     pass_tokens=128,
     context_max_tokens=1_024,
-    slab_tokens=1_024,
     host_mem="32MiB",
     device_mem="32MiB",
     deterministic=True,

@@ -142,13 +142,14 @@ def test_a_batch_goes_on_while_a_prefix_is_loaded(seed: int) -> None:
 def test_a_short_rest_goes_through_decode_steps_without_a_slab(seed: int, hot_slots: int) -> None:
     pair = Pair(make_streams("simulated", seed), PAGES, (SHARED, SEPARATE)[seed % 2])
     coordinator, counters = pair.rig.coordinator, pair.rig.executor.counters
-    pair.sharer.by_steps, coordinator.slab_pages = True, 0
-    computed = counters.prompt_tokens
+    pair.sharer.by_steps = True
+    seats = pair.rig.executor._seats
+    taken, computed = seats.slab.take(seats.slab.free), counters.prompt_tokens
     assert coordinator.admit(pair.sharer, hot_slots)
     pair.rig.run()
     assert not pair.rig.wrong()
     assert (pair.sharer.outcome, counters.prompt_tokens) == ("length", computed)
-    coordinator.slab_pages = pair.rig.sizing.capacity.slab_pages
+    seats.slab.give(taken)
     pair.end()
 
 
@@ -217,7 +218,8 @@ BAD = {
     "negative": {"prefix_tokens": -64},
     "with durable rows": {"prefix_tokens": 64, "durable_tokens": PROMPT, "generated": pack_int32([1])},
     "no whole chunk in deterministic mode": {"prefix_tokens": 64, "chunk": 128},
-    "by steps in deterministic mode": {"prefix_tokens": 128, "slab_pages": 0, "chunk": 128},
+    "by steps in deterministic mode": {"prefix_tokens": 128, "by_steps": True, "chunk": 128},
+    "by steps without a prefix": {"by_steps": True},
     "unsent without a transfer": {"unsent_tokens": 64},
     "unsent to its end": {"unsent_tokens": 256, "transfer_id": 5},
 }
@@ -231,7 +233,7 @@ def test_bad_prefix_is_refused_by_name(changes: dict[str, object]) -> None:
     rig = Rig(settings=msgspec.structs.replace(SETTINGS, **more))
     life = Life(1, (1,) * int(str(prompt)), rig.coordinator.create(1, PROMPT, 8).sampling)
     life.host_pages, life.placement = [0, 1, 2, 3], 7
-    life.index_pages = life.slab_pages = 4
+    life.index_pages = 4
     life.hot_slots, life.hot_chunks = 64, 2
     command: Admit = msgspec.structs.replace(rig.coordinator._admit_command(life), **changes)
     events: list[object] = []
@@ -240,7 +242,7 @@ def test_bad_prefix_is_refused_by_name(changes: dict[str, object]) -> None:
     rig.run()
     faulted, released = events
     assert isinstance(faulted, Faulted)
-    named = next(field for field in ("slab_pages", "unsent_tokens", "prefix_tokens") if field in changes)
+    named = next(field for field in ("by_steps", "unsent_tokens", "prefix_tokens") if field in changes)
     assert named in faulted.message
     assert released == Released(7, 0)
     rig.executor.check_invariants()

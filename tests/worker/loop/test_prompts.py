@@ -25,7 +25,7 @@ from tests.support.fakes.pace import DrawnGap, EvenPace
 from tests.support.limits import HANG_LIMIT_S
 from tests.support.worker_rig import SETTINGS, Rig
 from worker.loop import grammars
-from worker.loop.batch import RunningRequest
+from worker.loop.batch import RunningRequest, Status
 from worker.loop.prompts import UNITS_AHEAD, Prompts
 from worker.runners.base import PromptPart, PromptPass, UnitWritten, no_listener
 from worker.streams import Streams, make_streams
@@ -42,7 +42,6 @@ WIDE: Final = msgspec.structs.replace(
     host_mem="1MiB",
     device_mem="512KiB",
     context_max_tokens=1_024,
-    slab_tokens=1_024,
 )
 
 
@@ -295,6 +294,47 @@ class Unbounded(EvenPace):
     def gap(self, *, beside_steps: bool) -> DrawnGap:
         del beside_steps
         return DrawnGap(1_000)
+
+
+def test_drawn_prompt_joins_the_batch_before_other_prompts_go_on() -> None:
+    """Where launches return once they have run, its first token is there when its last unit was launched."""
+    rig, runner = guarded(pace=Unbounded(64))
+    long, short = rig.coordinator.create(0, 128, 4), rig.coordinator.create(1, 30, 4)
+    assert rig.coordinator.admit(long, 64)
+    rig.turn()
+    assert rig.coordinator.admit(short, 64)
+    rig.run_until(lambda: bool(runner.units) and runner.units[-1][:2] == (1, 2))
+    launched = len(runner.units)
+    assert not short.tokens
+    rig.executor._launch_prompts = lambda *, beside_steps: False  # type: ignore[method-assign]
+    rig.turn(2)
+    assert short.tokens
+    assert [it.status for it in rig.executor.held() if it.request_index == 1] == [Status.RUNNING]
+    del rig.executor._launch_prompts
+    rig.run()
+    assert [unit[0] for unit in runner.units][:launched] == [0, 1, 1, 1]
+    assert not rig.wrong()
+    rig.check_end()
+
+
+class SmallBesideSteps(EvenPace):
+    """Units of 8 rows beside steps."""
+
+    def block(self, *, beside_steps: bool, left_s: float = 0.0) -> int:
+        return 8 if beside_steps else super().block(beside_steps=beside_steps, left_s=left_s)
+
+
+def test_tokens_of_a_last_step_wait_for_no_more_units_than_a_step_does() -> None:
+    rig, runner = guarded(pace=SmallBesideSteps(64))
+    decoding, long = rig.coordinator.create(0, 20, 3), rig.coordinator.create(1, 128, 2)
+    assert rig.coordinator.admit(decoding, 64)
+    rig.run_until(lambda: bool(decoding.tokens))
+    assert rig.coordinator.admit(long, 64)
+    rig.run_until(lambda: bool(decoding.outcome))
+    assert {stop - first for number, _, first, stop in runner.units if number == 1} == {8}
+    rig.run()
+    assert not rig.wrong()
+    rig.check_end()
 
 
 def test_few_units_are_launched_ahead_where_no_request_decodes() -> None:

@@ -325,7 +325,6 @@ def admit_command(**changes: object) -> Admit:
         sampling=Sampling(8, ignore_eos=True),
         host_pages=pack_int32([100]),
         index_pages=1,
-        slab_pages=1,
         hot_slots=64,
         hot_chunks=2,
     )
@@ -345,7 +344,6 @@ BAD_ADMISSIONS = {
     "a host page out of range": {"host_pages": pack_int32([10_000])},
     "a host page twice": {"host_pages": pack_int32([5, 5]), "index_pages": 2},
     "index pages that do not match": {"index_pages": 2},
-    "too small a slab": {"slab_pages": 0},
     "no size class": {"hot_slots": 65},
     "chunks that do not match": {"hot_chunks": 7},
     "more chunks than there are": {

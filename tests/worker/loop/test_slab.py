@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
 
+from protocol.errors import BadInput
+from protocol.units import pages_for
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
 from tests.support.worker_rig import SETTINGS, Rig
 from tests.worker.loop.test_fences import MUTANT_SEEDS, MakeStreams, lagging, simulated
+from worker.device import sizing
 from worker.device.arena import Arena
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.prefill import LaunchedPass, Prefill
+from worker.loop.seats import Seats, check_admit
 from worker.loop.swap import Swap
 from worker.streams import SimulatedStreams, make_streams
 from worker.streams.simulated import SimulatedFence, SimulatedStream
 
 PROMPT = 250
 SEEDS = range(6)
+
+
+@pytest.fixture(autouse=True)
+def _slab_of_one_longest_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that prompts share few pages, and the next one gets those of the last."""
+    monkeypatch.setattr(sizing, "PACKED_PAGES_MAX", 0)
 
 
 def groups_of(seed: int) -> tuple[int, ...]:
@@ -39,7 +49,7 @@ def test_each_pass_loads_what_earlier_ones_have_written_once_a_layer() -> None:
     assert counters.preloaded_bytes == 0
 
 
-@pytest.mark.parametrize("memory", ["chunks", "index_pages", "slab"])
+@pytest.mark.parametrize("memory", ["chunks", "index_pages"])
 def test_admission_names_the_memory_that_is_short_and_takes_none(memory: str) -> None:
     """A coordinator that counts wrongly is told which count; what the request found is free again."""
     rig = Rig(runner=FakeRunner(SHARED))
@@ -49,7 +59,7 @@ def test_admission_names_the_memory_that_is_short_and_takes_none(memory: str) ->
     before, life = seats.free(), rig.coordinator.create(1, PROMPT, 2)
     assert rig.coordinator.admit(life, 64)
     rig.run()
-    name = {"chunks": "hot chunk", "index_pages": "index_pages", "slab": "slab_pages"}[memory]
+    name = {"chunks": "hot chunk", "index_pages": "index_pages"}[memory]
     assert life.outcome.startswith(f"{name}=")
     assert seats.free() == before
 
@@ -150,6 +160,101 @@ def test_buffer_exchanged_while_it_is_filled_is_caught(monkeypatch: pytest.Monke
     assert any(map(is_wrong, SEEDS))
 
 
+# ---------------------------------------------------------------- pages of passes
+
+#: A slab of four pages.
+SMALL = msgspec.structs.replace(SETTINGS, context_max_tokens=255, device_mem="1MiB")
+
+
+def one_after_another(make: MakeStreams) -> Rig:
+    """The last passes of two prompts do not fit the slab together, and each takes pages of the other's pass before."""
+    rig = Rig(make(), SMALL, runner=FakeRunner((0, 1, 2, 3)))
+    assert rig.sizing.slab_pages == 4
+    for number, tokens in ((1, 200), (2, 190)):
+        assert rig.coordinator.admit(rig.coordinator.create(number, tokens, 8), 64)
+    rig.run()
+    return rig
+
+
+def a_short_prompt_amid_a_long_one(make: MakeStreams) -> Rig:
+    """It preempts the open pass, in pages that this one leaves."""
+    rig = Rig(make(), SMALL, runner=FakeRunner((0, 1, 2, 3), block_tokens_max=16))
+    coordinator, prompts = rig.coordinator, rig.executor._prompts
+    long, short = coordinator.create(1, 190, 8), coordinator.create(2, 20, 8)
+    assert coordinator.admit(long, 64)
+    rig.run_until(lambda: prompts.depth == 1 and rig.executor.counters.refilled_bytes > 0)
+    assert coordinator.admit(short, 64)
+    rig.run_until(lambda: prompts.depth == 2)
+    rig.run()
+    return rig
+
+
+def test_pages_are_those_of_rows_that_passes_read_and_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission takes none; a pass takes them for its prompt up to where it stops, and gives them back at its end."""
+    taken, take = list[int](), Seats.take_slab
+
+    def counted(seats: Seats, request: RunningRequest, rows: int) -> None:
+        assert seats.slab.free == seats.slab.count
+        take(seats, request, rows)
+        taken.append(seats.slab.count - seats.slab.free)
+
+    monkeypatch.setattr(Seats, "take_slab", counted)
+    rig = Rig(settings=SMALL)
+    assert rig.coordinator.admit(rig.coordinator.create(1, 200, 4), 64)
+    rig.run()
+    assert taken == [1, 2, 3, 4]
+    rig.check_end()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("scenario", [one_after_another, a_short_prompt_amid_a_long_one])
+def test_prompts_that_share_a_slab_cost_no_token(scenario: Callable[[MakeStreams], Rig], seed: int) -> None:
+    rig = scenario(lagging("stage", simulated(seed)) if seed % 2 else simulated(seed))
+    assert not rig.wrong()
+    rig.check_end()
+
+
+@pytest.mark.mutation
+def test_rows_written_over_those_of_the_pass_before_ahead_of_staging_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = Prefill.begin
+
+    def early(prefill: Prefill, taken: Sequence[tuple[RunningRequest, int, int]], place: int) -> LaunchedPass:
+        this = begin(prefill, taken, place)
+        this.slab_staged.clear()
+        return this
+
+    monkeypatch.setattr(Prefill, "begin", early)
+    assert any(one_after_another(lagging("stage", simulated(seed))).wrong() for seed in MUTANT_SEEDS)
+
+
+@pytest.mark.mutation
+def test_pages_of_an_open_pass_given_to_another_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Seats.take_slab
+
+    def loose(seats: Seats, request: RunningRequest, rows: int) -> None:
+        take(seats, request, rows)
+        seats.slab.give(request.memory.slab)
+        seats.slab._free.rotate(len(request.memory.slab))
+
+    monkeypatch.setattr(Seats, "take_slab", loose)
+    monkeypatch.setattr(Seats, "free_slab", lambda seats, request: request.memory.slab.clear())
+    assert any(a_short_prompt_amid_a_long_one(simulated(seed)).wrong() for seed in MUTANT_SEEDS)
+
+
+def test_prompt_longer_than_the_slab_is_refused_by_name() -> None:
+    rig = Rig(settings=msgspec.structs.replace(SETTINGS, context_max_tokens=4_096, device_mem="128KiB"))
+    tokens = rig.sizing.capacity.prompt_max_tokens
+    assert tokens < 2_000
+    life = rig.coordinator.create(1, tokens + 1, 2)
+    life.host_pages, life.index_pages = [*range(pages_for(tokens + 2))], pages_for(tokens + 2)
+    life.hot_slots, life.hot_chunks = 64, 2
+    with pytest.raises(BadInput, match=f"passes have memory for prompts of {tokens} tokens") as caught:
+        check_admit(rig.coordinator._admit_command(life), rig.sizing, rig.runner.info)
+    assert caught.value.field == "prompt"
+
+
 # ---------------------------------------------------------------- steps beside
 
 
@@ -219,11 +324,12 @@ def an_abort_amid_refills(make: MakeStreams) -> Rig:
     """One request is aborted while its earlier rows are being loaded; the next gets the very same slab pages."""
     rig = Rig(
         make(),
-        msgspec.structs.replace(SETTINGS, slab_tokens=128, device_mem="1MiB"),
+        msgspec.structs.replace(SETTINGS, context_max_tokens=127, device_mem="1MiB"),
         runner=FakeRunner((0, 1, 2, 3), block_tokens_max=16),
     )
     coordinator = rig.coordinator
-    leaver, heir = coordinator.create(1, 128, 20), coordinator.create(2, 60, 8)
+    assert rig.sizing.slab_pages == 2
+    leaver, heir = coordinator.create(1, 120, 7), coordinator.create(2, 60, 8)
     assert coordinator.admit(leaver, 64)
     rig.run_until(lambda: rig.executor.counters.refilled_bytes > 0)
     coordinator.withdraw(leaver, "abort")
@@ -251,13 +357,13 @@ def test_quiesced_must_cover_refills(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.mutation
 def test_a_pass_that_does_not_wait_for_staging_of_the_one_before_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It loads what was never written to host pages."""
+    """It loads what was never written to host pages: rows of one of the last two layers, so the model has two."""
     monkeypatch.setattr(Swap, "await_staged", lambda swap: None)
 
     def is_wrong(seed: int) -> bool:
         streams = lagging("stage", simulated(seed))()
         assert isinstance(streams, SimulatedStreams)
-        rig = Rig(streams)
+        rig = Rig(streams, runner=FakeRunner((0, 1)))
         assert rig.coordinator.admit(rig.coordinator.create(1, PROMPT, 4), 64)
         rig.run()
         return bool(rig.wrong())

@@ -240,6 +240,24 @@ def test_transfer_outcome_is_repeated_to_the_receiver() -> None:
     assert answer == sender_actions.SendToReceiver("tcp://r:1", Stopped(7, False, "the transfer has ended"))
 
 
+def test_short_prompt_does_not_wait_for_all_pages_of_a_long_one() -> None:
+    """One unit is in flight at a time, and transfers to the same receiver take turns."""
+    core, posted = Sending(LAYOUT, HOST_PAGES, {"fake": b""}, window_units=1), list[tuple[int, int]]()
+    for transfer_id, pages in ((7, 4), (8, 1), (9, 2)):
+        core.open(transfer_id, description(), pages, (), 0.0)
+        core.heard("tcp://r:1", Ready(transfer_id, pack_int32(list(range(pages))), 40, b""), 0.0)
+    sent = [(7, 0), (7, 1), (7, 2), (7, 3), (8, 0), (9, 0), (9, 1)]
+    actions = [action for number, index in sent for action in core.send(number, index, index, 0, 0.0)]
+    while actions:
+        (post,) = (it for it in actions if isinstance(it, sender_actions.Post))
+        posted.append((post.transfer_id, post.unit))
+        core.written(post, 99, "", 0.0)
+        actions = core.heard("tcp://r:1", Checked(post.transfer_id, post.unit, 1, True), 0.0)
+        actions = [it for it in actions if isinstance(it, sender_actions.Post)]
+    assert posted == [(7, 0), (7, 1), (8, 0), (9, 0), (7, 2), (9, 1), (7, 3)]
+    assert core.in_flight == (0, 0)
+
+
 # ---------------------------------------------------------------- refusals
 
 
