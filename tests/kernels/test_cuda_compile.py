@@ -144,6 +144,7 @@ class Instruction:
         self.multiplies = self.multiplies_registers or self.opcode == 0x9F0  # HGMMA of two operands in shared memory
         self.closes_group = self.multiplies and not high >> 20 & 7  # gsb0
         self.awaits_products = self.opcode == 0x9C5 and bool(low >> 47 & 1)  # WARPGROUP.DEPBAR
+        self.products_left = high >> 8 & 7  # groups of them that are not awaited
         self.loads_shared = self.opcode == 0x984  # LDS
         self.packs = self.opcode == 0x23E  # F2FP
         self.moves_stack = self.opcode == 0x836 and self.target == self.source == 1  # VIADD R1, R1
