@@ -37,7 +37,7 @@ from protocol.units import PAGE_TOKENS
 HEADS, LATENT, ROPE, TOPK, HOT_SLOTS, CONTEXT = 128, 512, 64, 2048, 4096, 32_768
 SCALING = 192**-0.5
 KINDS = ("bfloat16", "fp8")
-BATCHES = (1, 4, 8, 16, 32, 64, 108)
+BATCHES = (1, 4, 8, 16, 32, 64, 77, 108, 128)
 CELLS = (*(("decode", batch) for batch in BATCHES), ("prompt", 512), ("prompt", 2048))
 ROW_BYTES_LEAST = 256 << 20  # of all layers
 LAYERS_MOST = 64

@@ -503,8 +503,8 @@ SECTIONS: Final = (
     Section(
         "Attention over rows",
         "µs per launch: 128 heads over rows of 512 + 64 values, 2,048 entries a query; requests over hot buffers of "
-        "4,096 rows, prompt tokens over one context of 32,768. Floors as above. Measured before the kernel's groups "
-        "met at mbarriers, which made prompts over bfloat16 rows 1 to 2 % slower.",
+        "4,096 rows, prompt tokens over one context of 32,768. Floors as above. Measured before pairs of blocks halved "
+        "latents; the notes have cells of both.",
         {"attention-H200.json": Part(f"{RAN_ON} {RATES}", (ATTENTION,))},
         "attention-H200.svg",
     ),

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Final
 
 from kernels.cuda import block_plans, prompt_index
-from kernels.cuda.attention import HOPPER, hopper_defines
+from kernels.cuda.attention import HEADS_TOGETHER, HOPPER, hopper_defines
 from kernels.cuda.index_topk import Indexer, select_defines
 from kernels.cuda.jit import UNITS, Defines, Resources, compile_unit, row_defines
 from kernels.cuda.launch import CLUSTERS_SINCE, RANKS
@@ -43,7 +43,7 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     number = int(arch.removeprefix("sm_"))
     yield "index_select", select_defines()
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
-        yield from (("attend_rows", hopper_defines(kind)) for kind in ("bfloat16", "fp8"))
+        yield from (("attend_rows", hopper_defines(*of)) for of in product(("bfloat16", "fp8"), HEADS_TOGETHER))
         yield from (("prompt_index", defines) for defines in prompt_index.variants())
         yield "prompt_merge", ()
         yield "quantize", ()

@@ -1,8 +1,8 @@
 """attend_rows on CUDA: the contract of kernels/attention.py on the current stream.
 
-On Hopper, for 512 latents and 64 rope values, one kernel: attend_rows.cuh, whose splits form a cluster of thread blocks
-and are added up in their shared memory. For everything else, and for few requests, attention_triton.py, two kernels or,
-unsplit, one: `attend` and `combine`, which adds up the splits.
+On Hopper, for 512 latents and 64 rope values, one kernel: attend_rows.cuh, by pairs of thread blocks. A result's splits
+are in one cluster, and are added up in its shared memory. For everything else, and for few requests,
+attention_triton.py, two kernels or, unsplit, one: `attend` and `combine`, which adds up the splits.
 
 Triton comes with torch's CUDA wheels and compiles at first use of a kind of shape, which `prepare_attention` makes
 happen at worker start. Products of bfloat16 queries with bfloat16 or fp8 rows run on tensor cores in bfloat16 with
@@ -47,12 +47,13 @@ LOG2_E: Final = 1 / math.log(2)
 # attend_rows.cuh
 HOPPER: Final = (9, 0)
 HOPPER_LATENT, HOPPER_ROPE = 512, 64
-HOPPER_SHARED_BYTES: Final = 230_016
-CLUSTER_MAX: Final = 16  # thread blocks
-#: What a program costs there, in blocks of rows, and what adding up costs more.
-HOPPER_OVERHEAD_BLOCKS, HOPPER_CLUSTER_BLOCKS = 2, 2
-#: And what a block of rows costs, by sides: about microseconds, of fp8 rows.
-HOPPER_BLOCK_COST: Final = {1: 4, 2: 3}
+HOPPER_SHARED_BYTES: Final = 221_288
+#: Thread blocks of a cluster, and of each split of a result.
+CLUSTER_MAX, CLUSTER_PAIR = 16, 2
+HEADS_TOGETHER: Final = (64, 128)  # of a pair
+#: What a pair costs there, in blocks of rows; and what a block of rows costs, by heads of a pair.
+HOPPER_OVERHEAD_BLOCKS: Final = 4
+HOPPER_BLOCK_COST: Final = {64: 4, 128: 5}
 #: Blocks of heads, over all batch rows, from which on attend_rows.cuh was measured to be the faster one.
 HOPPER_PROGRAMS_LEAST: Final = 8
 
@@ -67,16 +68,16 @@ class Blocks:
     stages: int
 
 
-#: Of attend_rows.cuh: two blocks of 32 rows in turn.
-HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=4)
+#: Of attend_rows.cuh, whose pairs of thread blocks take 64 heads or 128.
+HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=3)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How attend_rows.cuh divides a result: splits, and blocks of heads that gather for each other."""
+    """How attend_rows.cuh divides its work: heads of a pair of thread blocks, 64 or 128, and splits of a result."""
 
+    heads: int
     splits: int
-    sides: int
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,9 @@ def attend_rows(
     blocks = blocks or blocks_of(form, batch, heads, wide, capability)
     head_blocks, row_blocks = -(-heads // blocks.heads), max(1, -(-out_rows.shape[1] // blocks.rows))
     if blocks == HOPPER_BLOCKS:
-        kernel, pairs = _hopper_kernel(form.kind, out.device), form.kind == "fp8" and head_blocks % 2 == 0
-        cut = Cut(splits, 2 if pairs and 2 * splits <= CLUSTER_MAX else 1) if splits else None
-        cut = cut or hopper_cut_of(kernel, head_blocks * batch, row_blocks, pairs, processors(out.device))
-        _attend_on_hopper(
-            kernel, state, layer, queries, out_rows, scaling, out, -(-row_blocks // cut.splits), cut.sides
-        )
+        cut = Cut(heads_together(heads), splits) if splits else None
+        cut = cut or hopper_cut_of(_hopper_kernel(form.kind, HOPPER_BLOCKS.heads, out.device), heads, batch, row_blocks)
+        _attend_on_hopper(state, layer, form, queries, out_rows, scaling, out, cut)
     else:
         wanted = splits or splits_of(head_blocks * batch, row_blocks, processors(out.device))
         parts = _parts(out, -(-row_blocks // wanted), row_blocks, blocks.rows)
@@ -137,19 +135,19 @@ def _parts(out: Tensor, blocks_each: int, row_blocks: int, block_rows: int) -> P
 
 
 def _attend_on_hopper(
-    kernel: Kernel,
     state: DeviceState,
     layer: int,
+    form: RowFormat,
     queries: Tensor,
     out_rows: Tensor,
     scaling: float,
     out: Tensor,
-    blocks_each: int,
-    sides: int,
+    cut: Cut,
 ) -> None:
     batch, heads, _ = out.shape
     row_blocks = max(1, -(-out_rows.shape[1] // HOPPER_BLOCKS.rows))
-    splits, head_blocks = -(-row_blocks // blocks_each), -(-heads // HOPPER_BLOCKS.heads)
+    blocks_each = -(-row_blocks // min(cut.splits, CLUSTER_MAX // CLUSTER_PAIR))
+    splits = -(-row_blocks // blocks_each)
     block = structures.AttendRows(
         rows=state.rows[layer].data_ptr(),
         queries=queries.data_ptr(),
@@ -160,10 +158,10 @@ def _attend_on_hopper(
         k=out_rows.shape[1],
         splits=splits,
         span=blocks_each * HOPPER_BLOCKS.rows,
-        sides=sides,
     )
-    grid = (head_blocks * splits, batch)
-    kernel.launch(grid, block, stream_of(state), cluster=splits * sides, shared_bytes=HOPPER_SHARED_BYTES)
+    kernel, cluster = _hopper_kernel(form.kind, cut.heads, out.device), CLUSTER_PAIR * splits
+    grid = (cluster * -(-heads // cut.heads), batch)
+    kernel.launch(grid, block, stream_of(state), cluster=cluster, shared_bytes=HOPPER_SHARED_BYTES, early=True)
 
 
 def _attend_in_triton(
@@ -245,16 +243,21 @@ def is_wide(form: RowFormat, queries: torch.dtype) -> bool:
     return queries == torch.float32 or form.kind == "float32"
 
 
-def hopper_defines(kind: str) -> Defines:
-    """For rows of `kind`, bfloat16 or fp8."""
-    return (("KEY_BYTES", 1 if kind == "fp8" else 2), ("WGMMA", 1))
+def hopper_defines(kind: str, heads: int) -> Defines:
+    """For rows of `kind`, bfloat16 or fp8, and the heads of a pair of thread blocks, 64 or 128."""
+    return (("HEADS", heads), ("KEY_BYTES", 1 if kind == "fp8" else 2), ("WGMMA", 1))
 
 
 @lru_cache(maxsize=8)
-def _hopper_kernel(kind: str, device: torch.device) -> Kernel:
-    kernel = load("attend_rows", "attend_rows", hopper_defines(kind), device.index or 0)
+def _hopper_kernel(kind: str, heads: int, device: torch.device) -> Kernel:
+    kernel = load("attend_rows", "attend_rows", hopper_defines(kind, heads), device.index or 0)
     kernel.allow_all(clusters=True)
     return kernel
+
+
+def heads_together(heads: int) -> int:
+    """The heads that a pair of thread blocks takes, unless more pairs are at work at once than there are results."""
+    return HEADS_TOGETHER[0] if heads <= HEADS_TOGETHER[0] else HEADS_TOGETHER[1]
 
 
 def blocks_of(form: RowFormat, batch: int, heads: int, wide: bool, capability: tuple[int, int]) -> Blocks:
@@ -281,19 +284,18 @@ def splits_of(programs: int, row_blocks: int, multiprocessors: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def hopper_cut_of(kernel: Kernel, programs: int, row_blocks: int, pairs: bool, multiprocessors: int) -> Cut:
-    """Likewise where the splits of a result form a cluster, of which fewer may run at once, and perhaps those of two
-    blocks of heads (`pairs`), which then decode rows for each other."""
+def hopper_cut_of(kernel: Kernel, heads: int, batch: int, row_blocks: int) -> Cut:
+    """Likewise where the splits of a result form a cluster, of which fewer may run at once, and pairs take 64 heads or
+    128. `kernel` is any of those kernels, since all need the same of a multiprocessor."""
 
     def cost(cut: Cut) -> int:
-        cluster = cut.splits * cut.sides
-        at_once = multiprocessors if cluster == 1 else kernel.clusters_at_once(cluster, HOPPER_SHARED_BYTES)
-        rounds = -(-programs // max(1, cut.sides * at_once))
-        overhead = HOPPER_OVERHEAD_BLOCKS + (HOPPER_CLUSTER_BLOCKS if cut.splits > 1 else 0)
-        return rounds * (-(-row_blocks // cut.splits) + overhead) * HOPPER_BLOCK_COST[cut.sides]
+        at_once = kernel.clusters_at_once(CLUSTER_PAIR * cut.splits, HOPPER_SHARED_BYTES)
+        rounds = -(-batch * -(-heads // cut.heads) // max(1, at_once))
+        return rounds * (-(-row_blocks // cut.splits) + HOPPER_OVERHEAD_BLOCKS) * HOPPER_BLOCK_COST[cut.heads]
 
-    sides = (2, 1) if pairs else (1,)
-    return min((Cut(n, m) for m in sides for n in range(1, min(row_blocks, CLUSTER_MAX // m) + 1)), key=cost)
+    most = min(row_blocks, CLUSTER_MAX // CLUSTER_PAIR)
+    pairs = [together for together in HEADS_TOGETHER if together <= heads_together(heads)]
+    return min((Cut(together, splits) for together in reversed(pairs) for splits in range(1, most + 1)), key=cost)
 
 
 def _padded(size: int) -> int:

@@ -342,7 +342,6 @@ class AttendRows(Structure):
         ("float", "scale", "times log2(e)"),
         ("i32", "heads, k, splits"),
         ("i32", "span", "entries of a split"),
-        ("i32", "sides", "2: blocks of heads in pairs, which gather for each other"),
     )
     _fields_ = fields(members)
 

@@ -6,7 +6,11 @@
 
 namespace hisparse {
 
-struct Phases { u64 arrivals : 8, missing : 8, bytes : 40, parity : 1; };
+struct Phases {
+    u64 arrivals : 12, missing : 12;
+    long long bytes : 39;  // below 0 where they came before they were expected
+    u64 parity : 1;
+};
 static_assert(sizeof(Phases) == 8, "as wide as the barrier");
 
 template <int COUNT> void take_registers() {}
@@ -22,12 +26,13 @@ inline void turn_if_over(Phases& of) {
     of.missing = of.arrivals, of.parity ^= 1;
 }
 inline void open_barrier(u32 barrier, int arrivals) {
-    phases(barrier) = {static_cast<u64>(arrivals), static_cast<u64>(arrivals), 0, 0};
+    Phases& of = phases(barrier);
+    of.arrivals = of.missing = static_cast<u64>(arrivals), of.bytes = 0, of.parity = 0;
 }
 inline void publish_barriers() {}
 inline void await_phase(u32 barrier, u32 parity) {
     emulated::may_be_overtaken();
-    emulated::wait([](const emulated::Fiber& f) { return static_cast<const Phases*>(f.on)->parity != f.while_it_is; },
+    emulated::wait([](const emulated::Fiber& f) { return static_cast<const Phases*>(f.on)->parity != (f.while_it_is & 1); },
                    &phases(barrier), parity);
 }
 inline void arrive(u32 barrier) {
@@ -41,12 +46,13 @@ inline void arrive_expecting(u32 barrier, u32 bytes) {
     arrive(barrier);
 }
 inline bool any_named(int barrier, int threads, bool mine) {
-    static bool said[16][2];  // of the meeting that comes, and of the one before
-    const unsigned turn = emulated::self->block->barriers[barrier].turn;
-    if (emulated::self->block->barriers[barrier].came == 0) said[barrier][turn % 2] = false;
-    said[barrier][turn % 2] |= mine;
+    emulated::Block& block = *emulated::self->block;
+    const unsigned turn = block.barriers[barrier].turn;
+    bool& any = block.any[barrier][turn % 2];
+    if (block.barriers[barrier].came == 0) any = false;
+    any |= mine;
     emulated::meet(barrier, static_cast<unsigned>(threads));
-    return said[barrier][turn % 2];
+    return any;
 }
 inline void fetch_bytes(void* to, const void* from, u32 bytes, u32 barrier) {
     if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
@@ -54,7 +60,7 @@ inline void fetch_bytes(void* to, const void* from, u32 bytes, u32 barrier) {
     emulated::may_be_overtaken();
     std::memcpy(to, from, bytes);
     Phases& of = phases(barrier);
-    if (of.bytes < bytes) emulated::complain("a barrier got more bytes than it was to expect");
+    if (of.bytes < static_cast<long long>(bytes)) emulated::complain("a barrier got more bytes than it was to expect");
     of.bytes -= bytes;
     turn_if_over(of);
 }

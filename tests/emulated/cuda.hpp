@@ -36,6 +36,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 struct alignas(8) int2 { int x, y; };
 struct alignas(8) float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -64,6 +65,7 @@ struct Block {
     Cluster* cluster;
     std::vector<Block*>* peers;
     Barrier barriers[16];
+    bool any[16][2];  // at each barrier: of the meeting that comes, and of the one before
     int all;  // of __syncthreads_and
     uint8_t* shared;
 };
@@ -277,6 +279,8 @@ inline float __uint_as_float(unsigned v) {
     return bits;
 }
 template <class T> T __ldcg(const T* at) { return *at; }
+template <class T> T __ldg(const T* at) { return *at; }
+template <class T> void __stcg(T* at, const T& v) { *at = v; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline void __threadfence() {}
 inline int __popc(unsigned v) { return __builtin_popcount(v); }

@@ -5,7 +5,8 @@
         begin_step(state, ...)
 
 The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Of kernels on tensor
-cores prompt_index alone is emulated; of the decode steps' indexer the selection is, and Triton kernels are not.
+cores prompt_index and attend_rows are emulated; of the decode steps' indexer the selection is, and Triton kernels are
+not.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ UNITS: Final = (
     ("index_select", "index_select"),
     ("prompt_index", "prompt_index"),
     ("prompt_merge", "prompt_merge"),
+    ("attend_rows", "attend_rows"),
     *((quantize.UNIT, kernel) for kernel in quantize.KERNELS),
 )
 
@@ -142,7 +144,7 @@ class Emulated:
 
 
 #: Launch bounds, where the launcher names no number.
-THREADS: Final = {"swap_in": 768, "prompt_index": 640, "prompt_merge": 1024}
+THREADS: Final = {"swap_in": 768, "prompt_index": 640, "prompt_merge": 1024, "attend_rows": 512}
 
 
 class Device:

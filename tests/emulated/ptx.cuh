@@ -67,7 +67,7 @@ inline void await_gate(u64* gate) {
     emulated::wait([](const emulated::Fiber& f) { return *static_cast<const u64*>(f.on) == 0; }, gate, 0);
 }
 
-inline u32 cluster_rank() { return blockIdx.x; }
+inline u32 cluster_rank() { return blockIdx.x % emulated::self->block->peers->size(); }
 inline void cluster_arrive() { ++emulated::self->block->cluster->arrived; }
 inline void cluster_wait() {
     emulated::wait([](const emulated::Fiber& f) { return f.block->cluster->arrived == f.while_it_is; }, nullptr,

@@ -8,6 +8,6 @@ namespace hisparse {
 inline void publish_shared() {}
 inline void open_products() {}
 inline void commit_products() {}
-template <int LEFT> void await_products() {}
+template <int LEFT> void await_products() { __syncwarp(); }
 
 }  // namespace hisparse

@@ -68,9 +68,11 @@ def test_sharp_attention_over_far_scores_is_exact_too(kind: str) -> None:
 
 @pytest.mark.parametrize("falling", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_maxima_move_in_every_block(splits: int, falling: bool) -> None:
+@pytest.mark.parametrize("heads", [64, 128])
+def test_maxima_move_in_every_block(heads: int, splits: int, falling: bool) -> None:
     """Entries in the order of one head's scores, which are far apart: sums are rescaled all the way, or never again."""
-    case = Case("bfloat16", torch.bfloat16, device="cuda", latent=512, rope=64, heads=64, k=700, batch=2, stored=5000)
+    shape = {"heads": heads, "k": 700, "batch": 2, "stored": 5000}
+    case = Case("bfloat16", torch.bfloat16, device="cuda", latent=512, rope=64, **shape)
     case.queries *= 30
     case.sort_entries(0, 5, falling=falling)
     for blocks in cuts(case):

@@ -18,7 +18,7 @@ import torch
 
 from kernels import compile as kernels_compile
 from kernels.cuda import header, jit, parameters, prompt_index, quantize, structures
-from kernels.cuda.attention import HOPPER_SHARED_BYTES, hopper_defines
+from kernels.cuda.attention import HEADS_TOGETHER, HOPPER_SHARED_BYTES, hopper_defines
 from kernels.cuda.block_plans import LinearPlan, forms
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
 from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
@@ -140,10 +140,13 @@ class Instruction:
         self.loads_once = self.opcode == 0x981 and bool(high >> 22 & 1)  # LDG.E.NA
         self.scoreboard = high >> 46 & 7  # that counts it until its result is there; 7: none
         self.awaits = high >> 52 & 63  # a bit for each scoreboard
-        self.multiplies = self.opcode in (0xDF0, 0xDF3)  # HGMMA, QGMMA
+        self.multiplies_registers = self.opcode in (0xDF0, 0xDF3)  # HGMMA, QGMMA
+        self.multiplies = self.multiplies_registers or self.opcode == 0x9F0  # HGMMA of two operands in shared memory
         self.closes_group = self.multiplies and not high >> 20 & 7  # gsb0
         self.awaits_products = self.opcode == 0x9C5 and bool(low >> 47 & 1)  # WARPGROUP.DEPBAR
+        self.products_left = high >> 8 & 7  # groups of them that are not awaited
         self.loads_shared = self.opcode == 0x984  # LDS
+        self.packs = self.opcode == 0x23E  # F2FP
         self.moves_stack = self.opcode == 0x836 and self.target == self.source == 1  # VIADD R1, R1
 
 
@@ -158,12 +161,50 @@ def section(elf: bytes, name: str) -> bytes:
     raise AssertionError(name)
 
 
+ATTENTION: Final = [hopper_defines(kind, heads) for kind in ("bfloat16", "fp8") for heads in HEADS_TOGETHER]
+attention_variants = pytest.mark.parametrize(
+    "defines", ATTENTION, ids=lambda defines: "-".join(str(it[1]) for it in defines[:2])
+)
+
+
 def test_hopper_attention_fits_its_shared_memory() -> None:
-    for kind in ("bfloat16", "fp8"):
-        check = f"static_assert(sizeof(hisparse::Shared) == {HOPPER_SHARED_BYTES});"
+    for defines in ATTENTION[::3]:
+        check = f"static_assert(sizeof(hisparse::Shared) <= {HOPPER_SHARED_BYTES});"
         source = f'#include "attend_rows.cuh"\n{check}\n'
-        compile_it = partial(jit.compile_source, source, "attend_rows", hopper_defines(kind), "sm_90a")
-        kept("attend_rows-shared", digest(unit_key("attend_rows", hopper_defines(kind), "sm_90"), source), compile_it)
+        compile_it = partial(jit.compile_source, source, "attend_rows", defines, "sm_90a")
+        kept("attend_rows-shared", digest(unit_key("attend_rows", defines, "sm_90"), source), compile_it)
+
+
+def code_of_attention(defines: jit.Defines) -> list[Instruction]:
+    text = section(kept_unit("attend_rows", defines, "sm_90").cubin, ".text.attend_rows")
+    return [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
+
+
+@attention_variants
+def test_products_of_attention_are_asynchronous(defines: jit.Defines) -> None:
+    """The last product of a group alone is counted, as with block_linear: scores ahead of the first turn and in each
+    turn of a round, sums twice in each, with scores and without."""
+    products = [it for it in code_of_attention(defines) if it.multiplies]
+    turns = 3 if dict(defines)["HEADS"] == 128 else 2
+    groups = 2 * (1 + turns) * [18] + 2 * 2 * turns * [8]
+    assert len(products) == sum(groups)
+    assert sum(it.closes_group for it in products) == len(groups)
+
+
+@attention_variants
+def test_attention_keeps_shares_in_registers_that_products_still_read(defines: jit.Defines) -> None:
+    """A product reads its shares from registers until it is awaited; nothing in the machine protects them."""
+    read: set[int] = set()
+    conversions = 0
+    for it in code_of_attention(defines):
+        if it.multiplies_registers:
+            read.update(range(it.source, it.source + 4))
+        elif it.awaits_products and it.products_left == 0:
+            read.clear()
+        elif it.packs:
+            conversions += 1
+            assert it.target not in read
+    assert conversions, "conversions are told from other instructions"
 
 
 @pytest.mark.parametrize(("plan", "form"), forms(), ids=str)

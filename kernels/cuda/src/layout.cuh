@@ -238,7 +238,6 @@ struct AttendRows {
     float scale;          // times log2(e)
     i32 heads, k, splits;
     i32 span;             // entries of a split
-    i32 sides;            // 2: blocks of heads in pairs, which gather for each other
 };
 static_assert(sizeof(AttendRows) == 56, "as ctypes lays it out");
 

@@ -200,13 +200,13 @@ class FakeKernel:
 
 
 def test_split_choices_match_the_fastest_on_an_h200() -> None:
-    """128 heads over 2,048 entries; blocks of heads in pairs where rows are decoded."""
+    """128 and 64 heads over 2,048 entries."""
     kernel: Any = FakeKernel()
     batches = (8, 16, 20, 32, 64, 108)
-    in_pairs = [hopper_cut_of(kernel, 2 * batch, 32, True, 132) for batch in batches]
-    assert in_pairs == [Cut(4, 2), Cut(3, 2), Cut(2, 2), Cut(2, 1), Cut(1, 2), Cut(1, 2)]
-    alone = [hopper_cut_of(kernel, 2 * batch, 32, False, 132) for batch in batches]
-    assert alone == [Cut(6, 1), Cut(3, 1), Cut(2, 1), Cut(2, 1), Cut(1, 1), Cut(1, 1)]
+    many = [hopper_cut_of(kernel, 128, batch, 32) for batch in batches]
+    few = [hopper_cut_of(kernel, 64, batch, 32) for batch in batches]
+    assert many == [Cut(128, 4), Cut(128, 3), Cut(128, 2), Cut(64, 1), Cut(128, 1), Cut(128, 1)]
+    assert few == [Cut(64, 4), Cut(64, 3), Cut(64, 2), Cut(64, 3), Cut(64, 1), Cut(64, 1)]
 
 
 # ---------------------------------------------------------------- selection

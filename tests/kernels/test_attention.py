@@ -1,0 +1,83 @@
+"""attend_rows for Hopper without a GPU: the kernel's own source, emulated with its products, against the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cuda import attention as room
+from kernels.cuda.attention import Cut
+from tests.emulated.device import COMPILER, Device
+from tests.support.attention_rig import Case
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+BOUND = 2.0**-7
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[Device]:
+    room._hopper_kernel.cache_clear()
+    with Device(seed=3).installed() as device:
+        yield device
+    room._hopper_kernel.cache_clear()
+
+
+def case_of(kind: str, **shape: int) -> Case:
+    return Case(kind, torch.bfloat16, latent=512, rope=64, **shape)
+
+
+def run(case: Case, splits: int, together: int = 0) -> Tensor:
+    """In pairs of blocks that take as many heads as there are up to 128, or `together`."""
+    case.out.fill_(float("nan"))
+    cut = Cut(together or (64 if case.queries.shape[1] <= 64 else 128), splits)
+    room._attend_on_hopper(case.state, 1, case.form, case.queries, case.out_rows, case.scaling, case.out, cut)
+    return case.out.clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "splits", "shape"),
+    [
+        ("bfloat16", 1, {"heads": 64, "k": 600, "batch": 2}),  # both groups come back to each of their stages
+        ("bfloat16", 1, {"heads": 128, "k": 300, "batch": 2}),
+        ("bfloat16", 2, {"heads": 72, "k": 150, "batch": 1}),
+        ("fp8", 1, {"heads": 64, "k": 50, "batch": 3}),  # one group has nothing
+        ("fp8", 3, {"heads": 64, "k": 330, "batch": 1}),
+        ("fp8", 1, {"heads": 128, "k": 300, "batch": 2}),
+        ("fp8", 3, {"heads": 192, "k": 290, "batch": 1}),
+    ],
+    ids=str,
+)
+def test_attention_is_that_of_the_definition(kind: str, splits: int, shape: dict[str, int]) -> None:
+    case = case_of(kind, **shape)
+    torch.testing.assert_close(run(case, splits).double(), case.expected(1), rtol=BOUND, atol=BOUND)
+
+
+def test_two_pairs_share_the_heads_of_a_row() -> None:
+    case = case_of("fp8", heads=128, k=100, batch=2)
+    torch.testing.assert_close(run(case, 1, together=64).double(), case.expected(1), rtol=BOUND, atol=BOUND)
+
+
+@pytest.mark.parametrize(("heads", "falling"), [(64, False), (128, True), (128, False)])
+def test_levels_move_in_every_block(heads: int, falling: bool) -> None:
+    """Entries in the order of one head's scores, which are far apart."""
+    case = case_of("bfloat16", heads=heads, k=400, batch=2, stored=600)
+    case.queries *= 30
+    case.sort_entries(0, 5, falling=falling)
+    torch.testing.assert_close(run(case, 1).double(), case.expected(1), rtol=2 * BOUND, atol=2 * BOUND)
+
+
+def test_a_result_does_not_show_its_place() -> None:
+    case = case_of("fp8", heads=64, k=200, batch=3, stored=600)
+    together = run(case, 1)
+    for row in range(3):
+        alone = case_of("fp8", heads=64, k=200, batch=3, stored=600)
+        alone.queries, alone.out_rows = (
+            case.queries[row : row + 1].contiguous(),
+            case.out_rows[row : row + 1].contiguous(),
+        )
+        alone.out = torch.empty_like(together[:1])
+        assert torch.equal(run(alone, 1)[0], together[row])
