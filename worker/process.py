@@ -49,6 +49,7 @@ from protocol.version import our_version
 from worker.device.gpu_memory import cuda_device, free_device_bytes
 from worker.device.sizing import Sizing, size_worker
 from worker.group.control import PeersMissingError
+from worker.group.exchange import require_alike
 from worker.group.group import Group
 from worker.link.link import Link, LinkPace, connect_to
 from worker.link.link_state import NAME_LIMITS, LinkState, WorkerIdentity
@@ -115,6 +116,8 @@ class WorkerProcess:
         runner = load_runner(config.worker, self._group.collectives if self._group is not None else None)
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
+        if self._group is not None:
+            require_alike(self._group.collectives, runner.info.arithmetic, settings.device)
         path, free_bytes = pool_path(settings.pool_dir, settings.node), free_device_bytes(settings.device)
         prompts = runner.prompt_bytes(settings.pass_tokens)
         sizing = size_worker(settings, runner.geometry, runner.info, str(path), free_bytes, prompts)

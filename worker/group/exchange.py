@@ -39,7 +39,7 @@ from kernels.routing import ExchangedRows, exchanged_rows, pack_rows, unpack_row
 from protocol.errors import ConfigError
 from worker.group.control import LoopProgress
 from worker.weights.layout import exchanged_row_bytes
-from worker.weights.matmul import FIELD, Matmul
+from worker.weights.matmul import FIELD, WEIGHT_ONLY, Matmul
 
 #: Rows that experts compute at once.
 PIECE_ROWS: Final = 4_096
@@ -151,20 +151,21 @@ class Exchange:
         return (slice(start, min(start + at_once, total)) for start in range(0, total, at_once))
 
 
-def require_alike(collectives: Collectives, matmul: Matmul, device: torch.device) -> None:
-    """Wait for all ranks, and raise ConfigError where one resolved worker.matmul to other products: rows of an exchange
-    would differ."""
-    digest = hashlib.sha256(matmul.name.encode()).digest()
+def require_alike(collectives: Collectives, arithmetic: str, device: torch.device | str) -> None:
+    """Wait for all ranks, and raise ConfigError where one came to another `arithmetic` (ModelInfo.arithmetic): rows of
+    an exchange would differ."""
+    digest = hashlib.sha256(arithmetic.encode()).digest()
     own = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=device)
     everyone = own.new_zeros(collectives.size)
     collectives.all_gather(everyone, own)
     others = [rank for rank, value in enumerate(everyone.tolist()) if value != int(own)]
     if others:
+        name = arithmetic or WEIGHT_ONLY
         raise ConfigError(
-            f"came to {matmul.name} here, and to other products on rank {', '.join(map(str, others))}",
+            f"came to {name} here, and to other products on rank {', '.join(map(str, others))}",
             field=FIELD,
-            value=matmul.name,
-            remedy="install the same releases on all ranks, or set weight_only on all",
+            value=name,
+            remedy="set the same on all ranks, and install the same releases",
         )
 
 

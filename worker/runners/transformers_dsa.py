@@ -55,7 +55,7 @@ from protocol.tokenizer_files import read_tokenizer
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
 from worker.device.step_rows import StepRows, rows_max
-from worker.group.exchange import Collectives, Exchange, require_alike
+from worker.group.exchange import Collectives, Exchange
 from worker.runners import attention as mla
 from worker.runners.adjust import Adjust
 from worker.runners.base import (
@@ -249,7 +249,6 @@ class TransformersRunner:
                 deterministic=deterministic_seats > 0,
                 matmul=expert_matmul(model),
             )
-            require_alike(collectives, products, model.device)
             log.info("exchange", extra=fields(ranks=collectives.size, bytes=exchange.bytes))
         info = describe_model(path, model.config, tokenizer)
         runner = cls(

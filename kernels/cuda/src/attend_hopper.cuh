@@ -13,8 +13,8 @@ constexpr int HEAD_GROUPS = HEADS / 64;  // 2: each group has 64 heads; 1: every
 constexpr int ROW_GROUPS = GROUPS / HEAD_GROUPS;
 constexpr int STAGES = HEADS == 128 ? 3 : 4;
 constexpr int PARTS_MAX = 16;  // of a result: by the row groups of each of its splits
-constexpr bool NARROW = KEY_BYTES == 2;  // 24 bits of a score are sent; fp8 rows leave no registers for that
-constexpr int SENT_WORDS = NARROW ? 24 : 32, SENT_BYTES = GROUP * 4 * SENT_WORDS;  // a thread's scores, and a group's
+// 24 bits of a score are sent: three words for four of a thread's 32
+constexpr int SENT_WORDS = 24, SENT_BYTES = GROUP * 4 * SENT_WORDS;  // a thread's scores, and a group's
 constexpr float SLACK = 8.0f;
 constexpr int ROW_BYTES = KEY_BYTES == 1 ? LATENT + 16 + 2 * ROPE : 2 * VALUES;
 static_assert(HEADS == 64 || HEADS == 128, "one group's products are of 64 heads");

@@ -42,27 +42,24 @@ struct Attention {
     u32 shares[16];    // four for each 16 rows, as wgmma wants an operand
 };
 
-// Sixteen scores as they are sent: whole, or the upper 24 bits of four in three words.
+// Sixteen scores as they are sent: the upper 24 bits of four in three words.
 __device__ __forceinline__ void pack(u32 (&words)[16], const float* scores) {
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
         const u32 a = __float_as_uint(scores[i]), b = __float_as_uint(scores[i + 1]);
         const u32 c = __float_as_uint(scores[i + 2]), d = __float_as_uint(scores[i + 3]);
-        u32* const to = words + (NARROW ? i / 4 * 3 : i);
-        if (NARROW)
-            to[0] = __byte_perm(a, b, 0x5321), to[1] = __byte_perm(b, c, 0x6532), to[2] = __byte_perm(c, d, 0x7653);
-        else
-            to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+        u32* const to = words + i / 4 * 3;
+        to[0] = __byte_perm(a, b, 0x5321), to[1] = __byte_perm(b, c, 0x6532), to[2] = __byte_perm(c, d, 0x7653);
     }
 }
 // (scores + others) * scale, of scores as precise as others': both blocks of a pair add the same.
 __device__ __forceinline__ void add_packed(float* scores, const u32 (&words)[16], float scale) {
-    constexpr u32 SENT = NARROW ? 0xFFFFFF00 : 0xFFFFFFFF;
+    constexpr u32 SENT = 0xFFFFFF00;
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
-        const u32* const from = words + (NARROW ? i / 4 * 3 : i);
-        const u32 others[4] = {NARROW ? from[0] << 8 : from[0], NARROW ? __byte_perm(from[0], from[1], 0x5430) : from[1],
-                               NARROW ? __byte_perm(from[1], from[2], 0x4320) : from[2], NARROW ? from[2] : from[3]};
+        const u32* const from = words + i / 4 * 3;
+        const u32 others[4] = {from[0] << 8, __byte_perm(from[0], from[1], 0x5430), __byte_perm(from[1], from[2], 0x4320),
+                               from[2]};
 #pragma unroll
         for (int j = 0; j < 4; ++j)
             scores[i + j] = (__uint_as_float(__float_as_uint(scores[i + j]) & SENT) + __uint_as_float(others[j] & SENT)) * scale;

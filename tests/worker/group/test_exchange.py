@@ -166,13 +166,13 @@ def test_rows_for_experts_that_quantize_travel_quantized(counts: list[int]) -> N
     assert len(found[0][0][0]) == sum(counts)
 
 
-@pytest.mark.parametrize("others", ["", "deep_gemm 0.2"])
+@pytest.mark.parametrize("others", ["", "w8a8 by deep_gemm 0.2"])
 def test_ranks_that_came_to_other_products_are_named(others: str) -> None:
-    own, collectives, refused = Matmul("deep_gemm 0.1", powers=True), ThreadCollectives.of(3), list[str]()
+    own, collectives, refused = "w8a8 by deep_gemm 0.1", ThreadCollectives.of(3), list[str]()
 
     def run(rank: int) -> None:
         try:
-            require_alike(collectives[rank], Matmul(others, True) if rank == 1 else own, torch.device("cpu"))
+            require_alike(collectives[rank], others if rank == 1 else own, "cpu")
         except ConfigError as problem:
             refused.append(f"{rank} {problem}")
 
@@ -184,7 +184,7 @@ def test_ranks_that_came_to_other_products_are_named(others: str) -> None:
 
 def test_ranks_that_came_to_the_same_products_go_on() -> None:
     collectives = ThreadCollectives.of(2)
-    on_threads(lambda rank: require_alike(collectives[rank], DECODED, torch.device("cpu")), 2)
+    on_threads(lambda rank: require_alike(collectives[rank], "", "cpu"), 2)
 
 
 def test_padding_chose_no_expert_and_the_worst_routing_fits() -> None:

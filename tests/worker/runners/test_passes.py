@@ -387,7 +387,7 @@ def test_block_of_a_published_model_takes_a_few_gigabytes(family: str) -> None:
     config = published_config(family)
     block = prompt_scratch_bytes(config, BLOCK_TOKENS_MAX, 8_192, 0)
     assert 1 << 30 < block < 3 << 30
-    assert block < prompt_scratch_bytes(config, BLOCK_TOKENS_MAX, 8_192, 0, ranks=8) < 1.25 * block
+    assert block <= prompt_scratch_bytes(config, BLOCK_TOKENS_MAX, 8_192, 0, ranks=8) < 1.25 * block
     assert prompt_scratch_bytes(config, 512, 8_192, 0) < block / 3
     assert block / 2 < prompt_scratch_bytes(config, 512, 8_192, 0, ranks=8) < block
     assert (EXPERT_ROWS_MAX, TOPK_SCRATCH_BYTES) == (PIECE_ROWS, 4 * SCORES_MAX)
