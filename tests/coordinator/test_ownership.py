@@ -44,7 +44,7 @@ async def test_only_owners_write(autojump_clock: trio.testing.MockClock) -> None
         first = await life.add_worker("w0", seats=3)
         await life.submit("long!", 200, 300)
         for number in range(5):
-            await life.submit(f"r{number}", 150, 200, priority=number % 2)
+            await life.submit(f"r{number}", 150, 600 if number == 1 else 200, priority=number % 2)
         await life.run_until("long!", "RUNNING")
         await go_on(life)
         await life.scheduler.retract(("long!",), "me", keep=True, hold=True)

@@ -329,4 +329,4 @@ def test_journal_in_use_or_absent_is_refused(tmp_path: Path, command: str, monke
     (tmp_path / "old").write_bytes(b"SQLite format 3\0" + bytes(47) + b"\2" + bytes(4_032))
     (tmp_path / "old").chmod(0o600)
     done = hisparse(command, tmp_path / "old")
-    assert (done.exit_code, "it has form 2, this hisparse uses form 5" in done.output) == (8, True), done.output
+    assert (done.exit_code, "it has form 2, this hisparse uses form 6" in done.output) == (8, True), done.output

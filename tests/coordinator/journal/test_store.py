@@ -415,7 +415,7 @@ def test_journal_of_another_version_is_refused(tmp_path: Path, form: int) -> Non
     (tmp_path / "j").chmod(0o600)
     before = (tmp_path / "j").read_bytes()
     with pytest.raises(
-        ConfigError, match=rf"coordinator.journal=.*j: it has form {form}, .* form 5 \(let its requests"
+        ConfigError, match=rf"coordinator.journal=.*j: it has form {form}, .* form 6 \(let its requests"
     ):
         open_store(tmp_path / "j", JournalCounters())
     assert (tmp_path / "j").read_bytes() == before

@@ -17,6 +17,7 @@ from tests.coordinator.scheduling.test_policy import is_running, run_to_end, run
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.fake_cluster import FakeCluster, capacity
 from tests.support.worker_rig import SETTINGS, Rig
+from worker.device import sizing
 from worker.loop.batch import Status
 from worker.streams import make_streams
 
@@ -282,8 +283,9 @@ def test_withdrawn_prompt_leaves_no_memory_behind(status: Status) -> None:
     rig.check_end()
 
 
-def test_prompts_of_one_slab_after_another_are_handed_over() -> None:
+def test_prompts_of_one_slab_after_another_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slab has pages for one of them; the others are admitted, and wait for it."""
+    monkeypatch.setattr(sizing, "PACKED_PAGES_MAX", 0)
     settings = msgspec.structs.replace(SETTINGS, context_max_tokens=136)
     rig = Rig(make_streams("simulated", 4), settings)
     assert rig.sizing.slab_pages == 3
