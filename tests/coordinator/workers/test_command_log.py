@@ -19,7 +19,7 @@ from protocol.messages import Admit, Command, Commands, Grant, Resize, Sampling,
 
 
 def admit(prompt: bytes) -> Admit:
-    return Admit(1, 2, "r" * 100, prompt, b"", 0, Sampling(max_tokens=5, stop=("x" * 200,)), bytes(400), 1, 2, 3, 4)
+    return Admit(1, 2, "r" * 100, prompt, b"", 0, Sampling(max_tokens=5, stop=("x" * 200,)), bytes(400), 1, 3, 4)
 
 
 def filled(count: int) -> CommandLog:

@@ -49,7 +49,7 @@ from worker.link.outbox import Outbox
 #: Of what takes real time; a longer wait is a hang.
 MODEL = ModelInfo("f", "tiny", 8192, 260, 4, 128, (257,), "json", "digest")
 CAPACITY = WorkerCapacity(8, 64, 64, 4_096, 64, 1024, (4096,), 8, 1, "/tmp/pool")
-ADMIT = Admit(1, 0, "r1", b"", b"", 0, Sampling(8), b"", 1, 1, 0, 1)
+ADMIT = Admit(1, 0, "r1", b"", b"", 0, Sampling(8), b"", 1, 0, 1)
 
 
 class Bench:

@@ -74,7 +74,7 @@ CAPACITY = WorkerCapacity(8, 64, 64, 4_096, 64, 1024, (4096,), 8, 1, "/tmp/pool"
 
 
 def admit(placement: int, generated: list[int] | None = None) -> Admit:
-    return Admit(placement, 0, f"r{placement}", b"", pack_int32(generated or []), 0, Sampling(8), b"", 1, 1, 0, 1)
+    return Admit(placement, 0, f"r{placement}", b"", pack_int32(generated or []), 0, Sampling(8), b"", 1, 0, 1)
 
 
 def make(name_limit_s: float = float("inf")) -> LinkState:

@@ -227,7 +227,7 @@ def test_pending_events_are_bounded_by_a_named_limit(monkeypatch: pytest.MonkeyP
 
 def admit(placement: int, generated: int = 0, durable: int = 0, *, pages: int = 2, hot_slots: int = 0) -> Admit:
     ids = bytes(4 * generated)
-    return Admit(placement, 7, "r", bytes(400), ids, durable, SAMPLING, bytes(4 * pages), pages, 2, hot_slots, pages)
+    return Admit(placement, 7, "r", bytes(400), ids, durable, SAMPLING, bytes(4 * pages), pages, hot_slots, pages)
 
 
 def rows(outbox: Outbox) -> list[InventoryRow]:

@@ -319,7 +319,8 @@ def test_budget_beyond_free_gpu_memory_is_refused() -> None:
 
 def test_defaults_leave_room_for_every_kind() -> None:
     sizing = sized(device_mem="1MiB")
-    assert (sizing.slab_pages, sizing.capacity.prompt_max_tokens) == (pages_for(512 + 1), 512)
+    assert sizing.slab_pages > pages_for(512 + 1), "with room for more prompts than the longest"
+    assert sizing.capacity.prompt_max_tokens == 512
     assert min(sizing.capacity.hot_chunks, sizing.capacity.index_pages) > 0
     tight = sized(context_max_tokens=4_096, device_mem="128KiB")
     assert 0 < tight.capacity.prompt_max_tokens == 64 * tight.slab_pages < 4_096
