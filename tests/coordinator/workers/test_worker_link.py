@@ -166,7 +166,7 @@ class Rig:
         sampling = messages.Sampling(max_tokens=100)
         self.scheduler.ports[name].send(
             messages.Admit(
-                placement, request_index, f"r{request_index}", bytes(40), b"", 0, sampling, bytes(4), 1, 1, 0, 1
+                placement, request_index, f"r{request_index}", bytes(40), b"", 0, sampling, bytes(4), 1, 0, 1
             )
         )
         return request_index
