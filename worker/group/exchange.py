@@ -36,10 +36,11 @@ from kernels.block_weight import E4M3
 from kernels.cuda.quantize import Codes
 from kernels.expert_choice import state_bytes
 from kernels.routing import ExchangedRows, exchanged_rows, pack_rows, unpack_rows
+from protocol.config_checks import WEIGHT_ONLY
 from protocol.errors import ConfigError
 from worker.group.control import LoopProgress
 from worker.weights.layout import exchanged_row_bytes
-from worker.weights.matmul import FIELD, WEIGHT_ONLY, Matmul
+from worker.weights.matmul import FIELD, Matmul
 
 #: Rows that experts compute at once.
 PIECE_ROWS: Final = 4_096
