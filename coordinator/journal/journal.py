@@ -94,8 +94,8 @@ class _Group:
 
     __slots__ = ("answers", "began", "committed", "joined", "records", "within")
 
-    def __init__(self, began: float = 0.0) -> None:
-        self.began = began
+    def __init__(self) -> None:
+        self.began = 0.0
         self.records: list[Record] = []
         self.committed = trio.Event()
         self.answers: list[tuple[Reply[Any], Any, str]] = []

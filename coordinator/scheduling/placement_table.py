@@ -306,7 +306,7 @@ class PlacementTable:
             entry.phase, entry.lost = EntryPhase.LEAVING, True
 
     def adopt(self, entry: RequestEntry, hot: HotSize, resizing: HotSize | None, *, staged: bool) -> None:
-        """What its worker says of its hot buffer, and whether its prompt is staged."""
+        """Note what its worker says of its hot buffer, and whether its prompt is staged."""
         worker = self.workers[entry.worker]
         entry.hot, entry.resizing = hot, resizing
         if entry.phase is not EntryPhase.LEAVING:

@@ -85,7 +85,7 @@ def _freed(entries: Sequence[RequestEntry], freeing: Callable[[], Frees]) -> int
 
 
 def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, host_pages: int, *, floored: bool) -> Memory:
-    """What leaving requests hold, shrinking ones give back, and starting ones will: all of it when they are there
+    """Sum what leaving requests hold, shrinking ones give back, and starting ones will: all of it when they are there
     for their prompt alone."""
     leaving = list(worker.leaving.values())
     shrinking = sum(entry.chunks - entry.resizing.hot_chunks for entry in worker.resizing.values() if entry.resizing)

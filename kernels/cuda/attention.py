@@ -74,7 +74,7 @@ HOPPER_BLOCKS: Final = Blocks(heads=64, rows=64, warps=12, stages=3)
 
 @dataclass(frozen=True)
 class Cut:
-    """How attend_rows.cuh divides its work: heads of a pair of thread blocks, 64 or 128, and splits of a result."""
+    """A division of work on Hopper: heads of a pair of thread blocks, 64 or 128, and splits of a result."""
 
     heads: int
     splits: int
@@ -244,7 +244,7 @@ def is_wide(form: RowFormat, queries: torch.dtype) -> bool:
 
 
 def hopper_defines(kind: str, heads: int) -> Defines:
-    """For rows of `kind`, bfloat16 or fp8, and the heads of a pair of thread blocks, 64 or 128."""
+    """Return macros for rows of `kind`, bfloat16 or fp8, and heads of a pair of thread blocks, 64 or 128."""
     return (("HEADS", heads), ("KEY_BYTES", 1 if kind == "fp8" else 2), ("WGMMA", 1))
 
 

@@ -97,7 +97,7 @@ def test_experts_are_the_cpus(tokens: int) -> None:
 
 
 def test_rows_that_come_quantized_give_the_same_sums() -> None:
-    """As they lie where ranks exchange them: apart, with their scales behind them."""
+    """Quantized rows lie apart where ranks exchange them, with their scales behind them."""
     tokens, width, choices = 700, 384, 3
     gate_up, down = on_gpu(draw(4, 512, 384)), on_gpu(draw(4, 384, 256, seed=2))
     hidden, shares = activations(tokens, width), torch.rand(tokens, choices, device="cuda")
@@ -141,7 +141,7 @@ def test_products_can_be_captured_once_prepared() -> None:
 
 @pytest.mark.parametrize("tokens", [100, 2000])
 def test_all_rows_of_experts_lie_in_their_places(tokens: int) -> None:
-    """By one block, and by several."""
+    """One block places few assignments, several many."""
     chosen = torch.rand(tokens, 64, device="cuda").argsort(1)[:, :8].int().contiguous()
     placed = quantize.place(chosen, 8, 32, multiple=64)
     own = chosen.flatten() - 8

@@ -31,7 +31,7 @@ def case_of(kind: str, **shape: int) -> Case:
 
 
 def run(case: Case, splits: int, together: int = 0) -> Tensor:
-    """In pairs of blocks that take as many heads as there are up to 128, or `together`."""
+    """Attend in pairs of blocks that take as many heads as there are up to 128, or `together`."""
     case.out.fill_(float("nan"))
     cut = Cut(together or (64 if case.queries.shape[1] <= 64 else 128), splits)
     room._attend_on_hopper(case.state, 1, case.form, case.queries, case.out_rows, case.scaling, case.out, cut)

@@ -45,7 +45,7 @@ def synthetic_config(family: str, layers: int, **changes: Any) -> Any:
 
 
 def synthetic_matmul(matmul: str, *, device: str, dtype: str = "bfloat16", fp8: bool) -> Matmul:
-    """How `synthetic_runner` forms the products of FP8 weights. Raises ConfigError."""
+    """Return the products that `synthetic_runner` forms of FP8 weights. Raises ConfigError."""
     return resolve_matmul(
         matmul,
         device=torch.device(device),

@@ -60,7 +60,7 @@ class SenderTransfer:
 
 @dataclass(slots=True)
 class Lane:
-    """What waits and what is in flight to one receiver; since when it has had no transfer. `waiting`: units, by
+    """Units that wait and are in flight to one receiver; since when it has had no transfer. `waiting`: units, by
     transfer. Transfers take turns, so that a short prompt does not wait for all of a long one; the next is first."""
 
     waiting: dict[int, deque[int]] = field(default_factory=dict)

@@ -192,7 +192,7 @@ class BlockExperts(nn.Module):
 
 
 def expert_matmul(model: nn.Module) -> Matmul | None:
-    """How products of the routed experts of `model` are formed; None without experts in block-FP8."""
+    """Return how products of the routed experts of `model` are formed; None without experts in block-FP8."""
     return next((module.matmul for module in model.modules() if isinstance(module, BlockExperts)), None)
 
 

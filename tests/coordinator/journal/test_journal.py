@@ -112,7 +112,7 @@ async def test_what_a_turn_appends_is_one_group(autojump_clock: trio.testing.Moc
 
 
 async def test_turn_during_a_summary_is_not_held_together(autojump_clock: trio.testing.MockClock) -> None:
-    """What a summary says of a request is true at its place in the journal."""
+    """A summary tells of a request what is true at its place in the journal."""
     async with open_desk() as desk:
         await desk.submit().wait()
         desk.journal.hold()

@@ -17,7 +17,7 @@ TURNS = 1_500
 
 
 def given(lives: list[Life]) -> dict[int, tuple[int, int, int, int | None]]:
-    """By admission: pages, their digest, index pages and chunks (None while they change)."""
+    """Return by admission pages, their digest, index pages and chunks (None while they change)."""
     return {
         life.placement: (
             len(life.host_pages),

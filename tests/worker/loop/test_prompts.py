@@ -297,7 +297,7 @@ class Unbounded(EvenPace):
 
 
 def test_drawn_prompt_joins_the_batch_before_other_prompts_go_on() -> None:
-    """Where launches return once they have run, its first token is there when its last unit was launched."""
+    """Its first token is there when its last unit was launched, if launches return once they have run."""
     rig, runner = guarded(pace=Unbounded(64))
     long, short = rig.coordinator.create(0, 128, 4), rig.coordinator.create(1, 30, 4)
     assert rig.coordinator.admit(long, 64)
