@@ -116,7 +116,7 @@ async def test_an_ask_waits_for_its_reply_or_its_failure() -> None:
         reply.set(1)
 
 
-async def test_a_refused_ask_needs_no_garbage_collector() -> None:
+async def test_a_refused_ask_needs_no_collection() -> None:
     """Its message may have megabytes, and a cycle is found after minutes."""
 
     class Ask:

@@ -112,7 +112,7 @@ async def test_what_a_turn_appends_is_one_group(autojump_clock: trio.testing.Moc
     ]
 
 
-async def test_durable_records_need_no_garbage_collector(autojump_clock: trio.testing.MockClock) -> None:
+async def test_durable_records_need_no_collection(autojump_clock: trio.testing.MockClock) -> None:
     """Those of a turn, too: they hold prompts, and a cycle is found after minutes."""
     gc.collect()
     gc.disable()
