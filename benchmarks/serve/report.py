@@ -117,7 +117,11 @@ def kept(rows: Iterable[Mapping[str, Any]]) -> str:
     said = []
     found = list(rows)
     for variant in dict.fromkeys(row["variant"] for row in found):
-        phases = {row.get("phase"): row for row in found if row["variant"] == variant and "not_run" not in row}
+        phases = {
+            row.get("phase"): row
+            for row in found
+            if row["variant"] == variant and row["workload"] == "mix" and "not_run" not in row
+        }
         alone, beside = phases.get("alone"), phases.get("beside long prompts")
         if alone and beside and alone["output_per_s"]:
             share = beside["output_per_s"] / alone["output_per_s"]

@@ -322,3 +322,13 @@ def test_each_flag_of_the_page_is_an_option() -> None:
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
         parsed(["--help"])
     assert [flag for flag in flags if not re.search(rf"{flag}\b", said.getvalue())] == []
+
+
+def test_share_that_chats_keep_is_of_the_mix() -> None:
+    """Cells of short prompts have phases of the same names."""
+    rows = [
+        {"workload": workload, "variant": "as is", "phase": phase, "output_per_s": rate}
+        for workload, rates in (("mix", (400.0, 200.0)), ("1k1", (3.0, 2.0)))
+        for phase, rate in zip(("alone", "beside long prompts"), rates, strict=True)
+    ]
+    assert report.kept(rows) == "Beside long prompts, chats keep 50.0% of their tokens/s (as is).\n"

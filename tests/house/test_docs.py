@@ -254,7 +254,7 @@ def test_readme_quotes_measurements() -> None:
     assert f"give {short[0.99]:.1f} times the tokens per second" in said
     assert f"with 99 % hits, and {short[0.8]:.1f} times with 80 %" in said
     ran = [row for row in result("serve-H200.json") if "not_run" not in row]
-    cells = {(row["cell"], row["variant"], row["phase"]): row for row in ran if row["seconds"] >= 10}
+    cells = {(row["cell"], row["variant"], row["phase"]): row for row in ran}
     alone, beside = (cells["mix-16", "as is", phase] for phase in ("alone", "beside long prompts"))
     kept = 100 * beside["output_per_s"] / alone["output_per_s"]
     assert f"16 chats keep {kept:.0f} % of their tokens/s beside prompts of 128k" in said
