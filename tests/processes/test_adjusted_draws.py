@@ -49,7 +49,7 @@ NEW_TOKENS = 24
 LOGPROB_BOUND = 1e-4
 LOGPROB_BOUND_OF_TIES = 1e-2
 #: Of the request during which the coordinator dies.
-LATE = Sampling(200, ignore_eos=True, logprobs=20)
+LATE = Sampling(120, ignore_eos=True, logprobs=20)
 
 
 #: One that goes on to the end, one that may end early, and one of each kind that bodies ask for.

@@ -221,7 +221,7 @@ async def test_acknowledged_state_survives_a_crash(model: Path, tmp_path: Path) 
         async with open_client(endpoint) as client:
             await collect(client, "ended", prompts[0], outputs, tokens=10)
         async with open_client(config.cluster.admin_endpoint, role="admin") as admin:
-            sampling = Sampling(max_tokens=400, ignore_eos=True)
+            sampling = Sampling(max_tokens=100, ignore_eos=True)
             await admin.drain(["w0"], handover=False, deadline_s=600.0)  # so that none of these ends
             for name in ("held", "aborted"):
                 await admin.submit_detached(prompts[1], sampling, request_id=name)
@@ -249,7 +249,7 @@ async def test_acknowledged_state_survives_a_crash(model: Path, tmp_path: Path) 
             assert stream.ended.outcome == "ABORTED"
             assert (await admin.request("held")).row.held
             await admin.resume(["held"])
-            assert len(await (await admin.attach("held")).collect()) == 400
+            assert len(await (await admin.attach("held")).collect()) == 100
             await assert_nothing_leaked(admin)
 
 

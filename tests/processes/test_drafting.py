@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 DRAFTS = 2
 REQUESTS = 6
-NEW_TOKENS = 72
+NEW_TOKENS = 48
 HOT_SLOTS = 64
 PROMPTS = prompts_of(24, REQUESTS)
 SAMPLINGS = [
@@ -207,6 +207,7 @@ def rows_left(prompt: Sequence[int]) -> int:
     return (len(prompt) + TURN_TOKENS - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
+@pytest.mark.deep
 async def test_turn_reuses_pages_that_were_written_with_drafts(models: dict[str, Path], tmp_path: Path) -> None:
     with trio.fail_after(BACK_LIMIT_S):
         async with cluster_of_two(reusing(models["glm-5"], tmp_path), tmp_path) as (_, client, _):

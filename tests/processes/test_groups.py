@@ -200,10 +200,7 @@ def workers_of(runtime_dir: Path, name: str = "w?") -> list[int]:
 
 
 WORKER = ("-m", "hisparse.cli", "worker")
-IMPATIENT = (
-    "-c",
-    "from worker.group import control; control.MEET_LIMIT_S = 1.0; from hisparse.cli import main; main(['worker'])",
-)
+IMPATIENT = ("-m", "tests.support.planted", "brief-meeting", "worker")
 
 
 def start_rank(

@@ -19,7 +19,7 @@ from tests.support.standing import Guest, Standing, guest
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 #: Context of the tiny checkpoints of agents.
-CONTEXT: Final = 8_192
+CONTEXT: Final = 4_096
 USER: Final[Any] = {"role": "user", "content": "Hi"}
 SCHEMA: Final[dict[str, Any]] = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOL: Final[Any] = {"name": "f", "input_schema": SCHEMA}

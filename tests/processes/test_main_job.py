@@ -7,10 +7,7 @@ with that run, and every page, chunk and seat must be back at the end (I1, I2, I
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +26,7 @@ from tests.support.cluster_rig import (
     prompts_of,
     write_model,
 )
+from tests.support.oracle_rig import run_oracle
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -117,11 +115,7 @@ def assert_oracle_agrees(model: Path, prompts: Sequence[Sequence[int]], outputs:
         "prompts": [{"tokens": prompt, "max_new_tokens": NEW_TOKENS} for prompt in prompts],
         "ignore_eos": True,
     }
-    answer = subprocess.run(
-        [sys.executable, "worker/oracle.py"], input=json.dumps(job), capture_output=True, text=True, check=True
-    )
-    for i, line in enumerate(answer.stdout.splitlines()):
-        run = json.loads(line)
+    for i, run in enumerate(run_oracle(job)):
         differ = [at for at, (ours, its) in enumerate(zip(outputs[str(i)], run["tokens"], strict=True)) if ours != its]
         assert not differ or run["gaps"][differ[0]] < TIE_BOUND, f"prompt {i} differs from position {differ[0]}"
 

@@ -35,7 +35,7 @@ from tests.support.cluster_rig import (
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 REQUESTS = 8
-NEW_TOKENS = 96
+NEW_TOKENS = 64
 #: Of a worker's way back, on busy cores.
 LIMIT_S = 150.0
 #: How long pages stay quarantined while requests wait for pages.
@@ -108,6 +108,7 @@ async def test_workers_killed_in_turn_change_no_output(model: Path, tmp_path: Pa
     assert sum("killed by SIGKILL" in line for line in said) >= 2
 
 
+@pytest.mark.deep
 async def test_stopped_and_continued_worker_does_no_harm(model: Path, tmp_path: Path) -> None:
     """I2: what it may still write stays quarantined, though others want it; its late reports are refused, it empties
     itself and begins anew. The pool is just large enough for the requests."""

@@ -27,7 +27,7 @@ from tests.worker.transfer.test_engines import why_absent
 pytestmark = [pytest.mark.pd, pytest.mark.process, pytest.mark.timeout(600)]
 
 #: One token, page borders, and prompts of many pages.
-PROMPTS = mixed_prompts()[:24]
+PROMPTS = mixed_prompts()
 #: Some 80 pages a node: each has many owners in a run.
 HOST_MEM = "4MiB"
 #: How long what a child has done may take to be in its log.
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(model: Path, run_dir: Path) -> list[list[int]]:
     """What workers that do both say."""
-    return colocated_outputs(model, run_dir)[: len(PROMPTS)]
+    return colocated_outputs(model, run_dir)
 
 
 @pytest.fixture(params=["shared", "nixl"])

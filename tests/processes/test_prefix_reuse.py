@@ -91,6 +91,7 @@ async def test_turns_reuse_all_full_pages_and_say_what_the_library_says(model: P
     check_against_the_library(model, turns)
 
 
+@pytest.mark.deep
 async def test_deterministic_mode_reuses_whole_chunks_of_prompts_and_gives_the_same_tokens(
     model: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from protocol.errors import EXIT_DEFECT
 from protocol.messages import Admit, Finished, Refused, Released, Sampling, Started
 from protocol.units import pages_for
 from tests import ROOT
+from tests.support import zygote
 from tests.support.fakes.listening_coordinator import FakeListeningCoordinator
 from tests.support.process_rig import LIMIT_S, Place
 from worker.pool.host_pool import MappedPool
@@ -31,12 +32,13 @@ from worker.runners.tiny import write_tiny_checkpoint
 PROMPT = list((b"The host pool is a file that outlives the workers. " * 8)[:300])
 TOKENS = 96
 PAGES = pages_for(len(PROMPT) + TOKENS + 1)
+PLANTED = ("-m", "tests.support.planted")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path)
+    write_tiny_checkpoint(path, layers=2)
     return path
 
 
@@ -100,13 +102,10 @@ async def test_sigterm_leaves_a_pool_for_a_successor(place: Place) -> None:
             assert (await process.exit())[0] == EXIT_CLEAN
 
 
-#: The first signal waits for the last report's acknowledgement without end.
-WAITING = "from worker.link import link; link.FLUSH_LIMIT_S = 3600.0; from hisparse.cli import main; main()"
-
-
 @pytest.mark.process
 async def test_a_second_signal_exits_at_once(tmp_path: Path, model: Path) -> None:
-    place = Place(tmp_path, model, worker_program=("-c", WAITING))
+    """The first one waits for the last report's acknowledgement without end."""
+    place = Place(tmp_path, model, worker_program=(*PLANTED, "endless-flush"))
     with FakeListeningCoordinator(place.endpoint("worker")) as coordinator:
         async with place.worker() as process:
             await coordinator.greet()
@@ -134,32 +133,12 @@ async def test_failed_executor_ends_its_process(place: Place) -> None:
     assert "admitted twice" in line
 
 
-STUCK = """
-import sys, threading
-from protocol.config import load
-from worker import process
-
-class Stuck:
-    def __init__(self, config, halted):
-        threading.Thread(target=threading.Event().wait).start()  # as a thread that waits for the device
-
-    def run(self):
-        return process.EXIT_CLEAN
-
-    def close(self):
-        return False
-
-process.WorkerProcess = Stuck
-sys.exit(process.run_worker(load(flags={"worker.model": "any"})))
-"""
-
-
 @pytest.mark.process
 async def test_hanging_thread_does_not_delay_exit(tmp_path: Path) -> None:
     """I8: the end of the interpreter would wait for it without bound."""
     with trio.fail_after(LIMIT_S):
-        done = await trio.run_process([sys.executable, "-c", STUCK], check=False, cwd=ROOT)
-    assert done.returncode == EXIT_DEFECT
+        process = zygote.start([sys.executable, *PLANTED, "stuck", "worker", "--model", "any"], cwd=ROOT)
+        assert await trio.to_thread.run_sync(process.wait, abandon_on_cancel=True) == EXIT_DEFECT
 
 
 @pytest.mark.process

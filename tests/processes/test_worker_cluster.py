@@ -21,7 +21,7 @@ from worker.process import EXIT_CLEAN
 from worker.runners.tiny import write_tiny_checkpoint
 
 PROMPT = list((b"What a worker has published, no coordinator asks for twice. " * 8)[:400])
-TOKENS = 300
+TOKENS = 150
 TOO_LARGE = "grammar=: takes more than 10 s or 1024 MiB to build (simplify it)"
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path)
+    write_tiny_checkpoint(path, layers=2)
     return path
 
 

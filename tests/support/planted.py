@@ -13,6 +13,12 @@ file named by PLANTED_WHILE exists. For drills: what an alert waits for is cause
     signal-at    a worker sends itself a signal at a point of its life. The file says which, as in "w1 exchange 9":
                  start (it has met its group), prompt (a round of prompts), decode (a step), exchange (its rows have
                  gone to its peers, and its sums have not), leave (a request leaves it). The file is gone before
+
+These need no file:
+
+    endless-flush   a worker that is to end waits an hour for the last report's acknowledgement
+    brief-meeting   ranks wait 1 s for each other
+    stuck           a worker ends at once, unclean, and leaves a thread that waits for ever
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import os
 import signal
 import sqlite3
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -163,6 +170,36 @@ def signal_at() -> None:
         before(where, name, partial(send, point))
 
 
+def endless_flush() -> None:
+    from worker.link import link
+
+    vars(link)["FLUSH_LIMIT_S"] = 3_600.0
+
+
+def brief_meeting() -> None:
+    from worker.group import control
+
+    vars(control)["MEET_LIMIT_S"] = 1.0
+
+
+def stuck() -> None:
+    from worker import process
+
+    class StuckWorker:
+        """In place of a WorkerProcess: its thread waits, as one does for the device."""
+
+        def __init__(self, *_: object) -> None:
+            threading.Thread(target=threading.Event().wait).start()
+
+        def run(self) -> int:
+            return process.EXIT_CLEAN
+
+        def close(self) -> bool:
+            return False
+
+    vars(process)["WorkerProcess"] = StuckWorker
+
+
 DEFECTS: Final[dict[str, Callable[[], None]]] = {
     "slow-disk": slow_disk,
     "full-disk": full_disk,
@@ -174,6 +211,9 @@ DEFECTS: Final[dict[str, Callable[[], None]]] = {
     "halted-trial": halted_trial,
     "poison": poison,
     "signal-at": signal_at,
+    "endless-flush": endless_flush,
+    "brief-meeting": brief_meeting,
+    "stuck": stuck,
 }
 
 if __name__ == "__main__":

@@ -69,14 +69,14 @@ def _write_chat_model(path: Path) -> None:
 def _write_agents_model(path: Path) -> None:
     from worker.runners.tiny import write_tiny_checkpoint
 
-    write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=8_192, layers=2)
+    write_tiny_checkpoint(path, "glm-5", index_topk=16, context_max_tokens=4_096, layers=2)
 
 
 def _write_published_model(path: Path) -> None:
     from tests.support.http_rig import deepseek_tokenizer_json
     from worker.runners.tiny import write_tiny_checkpoint
 
-    write_tiny_checkpoint(path, "deepseek-v3.2", index_topk=16, context_max_tokens=8_192, layers=2)
+    write_tiny_checkpoint(path, "deepseek-v3.2", index_topk=16, context_max_tokens=4_096, layers=2)
     (path / "tokenizer_config.json").write_text("{}")
     (path / "tokenizer.json").write_bytes(deepseek_tokenizer_json())
 
@@ -92,7 +92,7 @@ CHAT: Final = Plan(
     _write_chat_model,
     (*FRONT, "--served-model-name", CHAT_MODEL, "--deterministic", "--seats", str(SEATS)),
 )
-#: With the checkpoint's own chat template, and room for twenty turns.
+#: With the checkpoint's own chat template, and room for an agent's turns.
 AGENTS: Final = Plan("agents", _write_agents_model, FRONT)
 #: DeepSeek-V3.2 as published: special tokens of its own, and no chat template.
 PUBLISHED: Final = Plan("published", _write_published_model, FRONT)

@@ -181,7 +181,7 @@ async def test_a_group_that_never_completes_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranks wait for one that never comes; the start ends at its limit."""
-    write_tiny_checkpoint(tmp_path / "model")
+    write_tiny_checkpoint(tmp_path / "model", layers=2)
     flags = {"cluster.runtime_dir": str(tmp_path), "worker.model": str(tmp_path / "model")}
     start, until_ready, running = up.start_child, up.started, []
 
@@ -216,7 +216,7 @@ async def test_processes_that_are_killed_while_they_start_are_restarted_and_the_
 ) -> None:
     """Each of them once: the coordinator again while a worker loads, the front before it listens."""
     monkeypatch.setattr(children_module, "subprocess", zygote.FORKING)
-    write_tiny_checkpoint(tmp_path / "model")
+    write_tiny_checkpoint(tmp_path / "model", layers=2)
     start, names = up.start_child, []
 
     def start_and_kill(subcommand: str, config: Config, *others: Any) -> Child:
@@ -247,7 +247,7 @@ def config_with_front(tmp_path: Path, port: int) -> Config:
 
 
 async def test_port_that_another_process_has_bound_is_refused_before_any_start(tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path / "model")
+    write_tiny_checkpoint(tmp_path / "model", layers=2)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))  # it does not listen
         port = other.getsockname()[1]
@@ -262,7 +262,7 @@ async def test_listener_of_another_process_is_not_taken_for_the_front(
 ) -> None:
     """It takes the port while the workers start."""
     monkeypatch.setattr(children_module, "subprocess", zygote.FORKING)
-    write_tiny_checkpoint(tmp_path / "model")
+    write_tiny_checkpoint(tmp_path / "model", layers=2)
     start = up.start_child
     with ExitStack() as stack:
 

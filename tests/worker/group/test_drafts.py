@@ -4,7 +4,7 @@ wherever a request is, and what ranks exchange has shapes of the round alone."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -43,7 +43,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """Of DeepSeek-V3.2 with weights in FP8, which a CPU decodes; drafts are mostly right."""
     path = tmp_path_factory.mktemp("model")
     fp8 = request.param == "deepseek-v3.2"
-    write_tiny_checkpoint(path, request.param, index_topk=32, context_max_tokens=512, fp8=fp8, predictable=True)
+    about: dict[str, Any] = {"index_topk": 32, "context_max_tokens": 512, "layers": 2}
+    write_tiny_checkpoint(path, request.param, **about, fp8=fp8, predictable=True)
     return path
 
 

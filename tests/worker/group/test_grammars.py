@@ -30,7 +30,7 @@ ANSWER_LIMIT_S = 240.0
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, "glm-5", index_topk=32, context_max_tokens=1_024, experts=24)
+    write_tiny_checkpoint(path, "glm-5", index_topk=32, context_max_tokens=1_024, experts=24, layers=2)
     return path
 
 

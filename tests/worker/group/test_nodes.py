@@ -40,7 +40,7 @@ LIMIT_S = 120.0
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, "glm-5", index_topk=32, context_max_tokens=1_024)
+    write_tiny_checkpoint(path, "glm-5", index_topk=32, context_max_tokens=1_024, layers=2)
     return path
 
 
@@ -101,7 +101,12 @@ def python_of(child: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("fault", "heartbeat_limit_s"), [("killed", LIMIT_S), ("stopped", SILENCE_LIMIT_S), ("cut", SILENCE_LIMIT_S)]
+    ("fault", "heartbeat_limit_s"),
+    [
+        ("killed", LIMIT_S),
+        pytest.param("stopped", SILENCE_LIMIT_S, marks=pytest.mark.deep),
+        ("cut", SILENCE_LIMIT_S),
+    ],
 )
 def test_ranks_on_both_nodes_end_soon_after_one_is_lost(
     fault: str, heartbeat_limit_s: float, checkpoint: Path, nodes: list[Namespace], secret: Path, tmp_path: Path

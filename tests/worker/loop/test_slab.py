@@ -24,6 +24,8 @@ from worker.streams.simulated import SimulatedFence, SimulatedStream
 
 PROMPT = 250
 SEEDS = range(6)
+#: Few seeds find an end that waits for no refill: this one is tried first.
+FOUND_BY = 20
 
 
 @pytest.fixture(autouse=True)
@@ -399,7 +401,8 @@ def test_quiesced_must_cover_refills(monkeypatch: pytest.MonkeyPatch) -> None:
     """I2: slab pages go to another prompt while rows of the last owner are still being loaded there."""
     quiesce = Swap.quiesce
     monkeypatch.setattr(Swap, "quiesce", lambda swap: [fence for fence in quiesce(swap) if "refill" not in str(fence)])
-    assert any(an_abort_amid_refills(lagging("refill", simulated(seed))).wrong() for seed in MUTANT_SEEDS)
+    seeds = (FOUND_BY, *MUTANT_SEEDS)
+    assert any(an_abort_amid_refills(lagging("refill", simulated(seed))).wrong() for seed in seeds)
 
 
 @pytest.mark.mutation

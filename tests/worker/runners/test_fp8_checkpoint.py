@@ -29,7 +29,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One of each family, with ragged blocks in every kind of weight; glm-5's scales are powers of two."""
     paths = {family: tmp_path_factory.mktemp("fp8") / family for family in FAMILIES}
     for family, path in paths.items():
-        write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=family == "glm-5")
+        write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=family == "glm-5", layers=2)
     return paths
 
 
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_the_library_on_decoded_weights(checkpoints: dict[st
 def test_tokens_of_w8a8_are_those_of_the_oracle(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, prompt, tokens = tmp_path / family, list(TEXT[:600]), 48
     powers = family == "deepseek-v3.2"
-    write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=powers, whole_blocks=True)
+    write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=powers, whole_blocks=True, layers=2)
     monkeypatch.setattr(transformers_dsa, "resolve_matmul", lambda *_, **__: Matmul("fake 0.0", powers=powers))
     job = {"model": str(path), "prompts": [{"tokens": prompt, "max_new_tokens": tokens}], "matmul": "w8a8"}
     (theirs,) = run_oracle(job)

@@ -20,6 +20,10 @@ from worker.transfer.wire import Begin, BeginRefused, Checked, Ready, Stopped, S
 SEEDS = range(150)
 
 
+#: Few seeds find the guard missing that is needed least: this one is tried first.
+FOUND_BY = 985
+
+
 def lives(seeds: Iterable[int], *, fetches: bool) -> Counter[str]:
     """How the transfers of these seeds ended at the receiver. Fails where one never does."""
     ended: Counter[str] = Counter()
@@ -119,7 +123,7 @@ def test_each_guard_against_late_writes_is_needed(
 ) -> None:
     monkeypatch.setattr(core, method, mutant)
     with pytest.raises(AssertionError, match="I2"):
-        lives(range(2_000), fetches=fetches)
+        lives((FOUND_BY, *range(2_000)), fetches=fetches)
 
 
 # ---------------------------------------------------------------- one message at a time
