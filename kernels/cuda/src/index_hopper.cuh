@@ -141,6 +141,15 @@ __device__ __forceinline__ void multiply_page(float (&c)[TILES][4], const u32 (&
 __device__ __forceinline__ u32 pages_before(const ScoreShared& s, int row) { return static_cast<u32>(s.first[row] >> 32); }
 __device__ __forceinline__ u32 units_before(const ScoreShared& s, int row) { return static_cast<u32>(s.first[row]); }
 
+// Blocks that have a share: rows of one length are then cut at their ends, so that few blocks have parts of two.
+__device__ __forceinline__ u32 sharing_blocks(u32 scored) {
+    const u32 over = scored > 0 && scored <= gridDim.x ? gridDim.x % scored : 0;
+    return gridDim.x - (over <= gridDim.x / 16 ? over : 0);
+}
+__device__ __forceinline__ i64 read_ahead(const void* ids, int i, i32 wide) {
+    return wide ? __ldcg(static_cast<const long long*>(ids) + i) : __ldcg(static_cast<const i32*>(ids) + i);
+}
+
 // Calls f(row, first page, page behind the last, pages of the share before) for each row of the block's share, in order.
 template <class Each> __device__ __forceinline__ void each_part(const IndexTopk& p, const ScoreShared& s, Each f) {
     const u32 total = pages_before(s, p.batch.size);
@@ -162,6 +171,54 @@ template <class Each> __device__ __forceinline__ void each_part(const IndexTopk&
     }
 }
 
+// Has the first pages of the block's share brought to L2, as rows and tables stand before the kernel ahead has ended: what
+// that changes is read again, and keys that it writes are written through L2.
+__device__ __forceinline__ void ask_for_pages(const IndexTopk& p) {
+    const i32 lane = threadIdx.x % 32, rows = p.batch.size;
+    if (rows < 1 || rows > 64) return;
+    const i32 real = __ldcg(p.batch.num_real);
+    u32 pages[2] = {};
+    i32 seats[2] = {};
+    i64 named[2][2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const int row = min(2 * lane + j, rows - 1);
+        named[j][0] = read_ahead(p.batch.seats, row, p.batch.wide_seats);
+        named[j][1] = read_ahead(p.batch.lengths, row, p.batch.wide_lengths);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const int row = 2 * lane + j;
+        const IndexRow at = index_row(p, NamedRow{row, min(real, rows), named[j][0], named[j][1]},
+                                      [&](i64 seat) { return __ldcg(p.state.hot_slots + seat); });
+        if (at.kind != SCORED) continue;
+        pages[j] = static_cast<u32>(at.length + PAGE_TOKENS - 1) / PAGE_TOKENS, seats[j] = at.seat;
+    }
+    u32 inclusive = pages[0] + pages[1];
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+        if (lane >= step) inclusive += left;
+    }
+    const u32 first = inclusive - pages[0] - pages[1], total = __shfl_sync(0xFFFFFFFF, inclusive, 31);
+    const u32 blocks = sharing_blocks(__popc(__ballot_sync(0xFFFFFFFF, pages[0] > 0)) +
+                                      __popc(__ballot_sync(0xFFFFFFFF, pages[1] > 0)));
+    const u32 at = share(total, min(blockIdx.x, blocks), blocks) + lane;
+    u32 low = 0;
+#pragma unroll
+    for (u32 step = 16; step > 0; step /= 2)
+        if (__shfl_sync(0xFFFFFFFF, first, low + step) <= at) low += step;
+    u32 page = at - __shfl_sync(0xFFFFFFFF, first, low), ahead = __shfl_sync(0xFFFFFFFF, pages[0], low);
+    const i32 even = __shfl_sync(0xFFFFFFFF, seats[0], low), odd = __shfl_sync(0xFFFFFFFF, seats[1], low);
+    if (blockIdx.x >= blocks || lane >= PREFETCH || at >= share(total, blockIdx.x + 1, blocks)) return;
+    const i32 seat = page < ahead ? even : odd;
+    if (page >= ahead) page -= ahead;
+    const u32 held = __ldcg(p.state.index_table + static_cast<i64>(seat) * p.state.max_pages + page);
+    if (held >= static_cast<u32>(p.state.key_rows / PAGE_TOKENS)) return;
+    const u8* const from = p.state.index_keys + (p.group * p.state.key_rows + static_cast<i64>(held) * PAGE_TOKENS) * KEY_ROW;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(PAGE_BYTES) : "memory");
+}
+
 __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) {
     const u8* const keys = p.state.index_keys + p.group * p.state.key_rows * KEY_ROW;
     const u32 held = static_cast<u32>(p.state.key_rows / PAGE_TOKENS);
@@ -178,11 +235,14 @@ __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) 
                 await_phase(shared_address(s.empty + slot), turn / STAGES & 1 ^ 1);
                 if (lane == 0) {
                     const u32 full = shared_address(s.full + slot);
+                    if (page >= held) {
+                        p.counters[row * COUNTERS + UNGRANTED_ROW] = 1;
+                        __threadfence();
+                    }
                     arrive_expecting(full, page < held ? PAGE_BYTES : 0);
+                    if (turn == 0) MARK(32 * WARPS, 4);
                     if (page < held)
                         fetch_once(s.pages[slot], keys + static_cast<i64>(page) * PAGE_BYTES, PAGE_BYTES, full);
-                    else
-                        p.counters[row * COUNTERS + UNGRANTED_ROW] = 1;
                 }
                 __syncwarp();
             }
@@ -197,8 +257,10 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
         const i64 place = static_cast<i64>(units_before(s, row)) * UNIT;
         const u32 length = static_cast<i64>(units_before(s, row + 1)) * UNIT <= p.capacity ? s.rows[row].y : 0;
         float* const scores = p.scores + place;
+        MARK(0, 3);
         stage_row(p, row, s);
         sync_named(1, 32 * WARPS);
+        MARK(0, 5);
         float2 weights[TILES];
 #pragma unroll
         for (int n = 0; n < TILES; ++n) weights[n] = s.weights[n][t];
@@ -207,6 +269,7 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
         for (u32 i = from + skip; i < stop; i += TEAMS) {
             const u32 turn = before + i - from, slot = turn % STAGES;
             await_phase(shared_address(s.full + slot), turn / STAGES & 1);
+            if (turn == 0) MARK(0, 6);
             const u32* const words = reinterpret_cast<const u32*>(s.pages[slot] + (16 * warp + g) * KEY_ROW);
             u32 a[STEPS][4];
 #pragma unroll
@@ -248,8 +311,17 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
             }
         }
         sync_named(1, 32 * WARPS);
+        MARK(0, 7);
         flush_bins<32 * WARPS>(s.bins, row_histogram(p, row));
         sync_named(1, 32 * WARPS);
+#if FLAG
+        MARK(0, 9);
+        if (threadIdx.x == 0 && length > 0) {
+            __threadfence();
+            atomicAdd(p.counters + row * COUNTERS + PAGES_SCORED, static_cast<i32>(stop - from));
+        }
+#endif
+        MARK(0, 8);
     });
 }
 
@@ -260,6 +332,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     using namespace hisparse;
     extern __shared__ __align__(128) u8 dynamic[];
     ScoreShared& s = *reinterpret_cast<ScoreShared*>(dynamic);
+    MARK(0, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             open_barrier(shared_address(s.full + i), 1);
@@ -269,8 +342,53 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     }
     for (int i = 4 * threadIdx.x; i < BINS; i += 4 * SCORE_THREADS)
         *reinterpret_cast<uint4*>(s.bins + i) = make_uint4(0, 0, 0, 0);
+#if PREFETCH
+    if (threadIdx.x >= 32 * WARPS) ask_for_pages(p);
+#endif
+    MARK(32 * WARPS, 1);
     await_last();
+    MARK(0, 2);
     let_next_begin();
+#if FAST
+    if (p.batch.size <= 64) {
+        // Two rows a lane of one warp, so that few barriers are passed.
+        const int lane = threadIdx.x;
+        NamedRow named[2] = {};
+        if (lane < 32) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                if (2 * lane + j < p.batch.size) named[j] = named_row(p, 2 * lane + j);
+        }
+        const int seats = min(p.state.seats, HOT_MAX);
+        for (int i = threadIdx.x; i < seats; i += SCORE_THREADS) s.hot_slots[i] = p.state.hot_slots[i];
+        __syncthreads();
+        if (lane < 32) {
+            u64 held[2] = {};
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                if (2 * lane + j >= p.batch.size) continue;
+                const IndexRow at = index_row(
+                    p, named[j], [&](i64 seat) { return seat < HOT_MAX ? s.hot_slots[seat] : p.state.hot_slots[seat]; });
+                s.rows[2 * lane + j] = make_int2(at.seat, at.length);
+                if (at.kind == SCORED)
+                    held[j] = static_cast<u64>((at.length + PAGE_TOKENS - 1) / PAGE_TOKENS) << 32 | units_of(at);
+            }
+            const u32 scored = __popc(__ballot_sync(0xFFFFFFFF, held[0] != 0)) + __popc(__ballot_sync(0xFFFFFFFF, held[1] != 0));
+            u64 inclusive = held[0] + held[1];
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const u64 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+                if (lane >= step) inclusive += left;
+            }
+            const u64 before = inclusive - held[0] - held[1];
+            if (2 * lane <= p.batch.size) s.first[2 * lane] = before;
+            if (2 * lane + 1 <= p.batch.size) s.first[2 * lane + 1] = before + held[0];
+            if (lane == 31 && p.batch.size == 64) s.first[64] = inclusive;
+            if (lane == 0) s.blocks = sharing_blocks(scored);
+        }
+    } else
+#endif
+    {
     // Hot slots of all seats are asked for beside the rows', not behind them.
     const int seats = min(p.state.seats, HOT_MAX);
     NamedRow named = {};
@@ -297,9 +415,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     }
     if (threadIdx.x == 0) {
         s.first[p.batch.size] = carry;
-        // Rows of one length are then cut at their ends, so that few blocks have parts of two.
-        const u32 over = scored > 0 && scored <= gridDim.x ? gridDim.x % scored : 0;
-        s.blocks = gridDim.x - (over <= gridDim.x / 16 ? over : 0);
+        s.blocks = sharing_blocks(scored);
+    }
     }
     __syncthreads();
     if (threadIdx.x < 32 * WARPS)
