@@ -43,7 +43,7 @@ HOPPER_WARPS: Final = 16  # that multiply
 HOPPER_STAGES: Final = 16  # pages of keys on their way, a multiple of the teams of four warps
 HOPPER_PARTS: Final = 1  # e4m3 values that a query's value becomes
 HOT_MAX: Final = 1024
-FAST, FLAG, PREFETCH, CARVE, PROBE, LEAN = 0, 0, 0, 0, 0, 0
+FAST, FLAG, PREFETCH, CARVE, PROBE, LEAN, SURE, RANGE, QUICK, WRITE = 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
 # index_select.cuh
 SELECT_WARPS = 16
 SOLO_POSITIONS: Final = 8192  # of a row that one block takes alone
@@ -97,6 +97,8 @@ class Indexer:
                 ("FLAG", FLAG),
                 ("PREFETCH", PREFETCH),
                 ("PROBE", PROBE),
+                ("SURE", SURE),
+                ("RANGE", RANGE),
                 ("WGMMA", 1),
             )
         shared = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
@@ -123,7 +125,7 @@ class Indexer:
         if self.on_hopper(arch):
             page = PAGE_TOKENS * self.key_row_bytes
             queries = sizes["PARTS"] * self.heads * self.dim + 4 * self.heads
-            return sizes["STAGES"] * (page + 16) + queries + 4 * BINS + 16 * (BATCH_MAX + 1) + 4 * HOT_MAX + 272
+            return sizes["STAGES"] * (page + 16) + queries + 4 * BINS + 16 * (BATCH_MAX + 1) + 4 * HOT_MAX + 272 + 1312
         return 4 * BINS + self.queries_bytes + sizes["WARPS"] * sizes["STAGES"] * UNIT * self.key_row_bytes
 
 
@@ -236,7 +238,7 @@ def _kernels(indexer: Indexer, device: torch.device) -> tuple[Kernel, Kernel]:
 
 
 def select_defines() -> Defines:
-    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS), ("LEAN", LEAN))
+    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS), ("LEAN", LEAN), ("QUICK", QUICK), ("WRITE", WRITE))
 
 
 def indexer_of(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:

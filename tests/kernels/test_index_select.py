@@ -86,7 +86,7 @@ class Step:
             rows=count,
         )
         said = ctypes.create_string_buffer(200)
-        kernel = library("index_select", (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO), ("FLAG", 1), ("LEAN", 1))).emulate_index_select
+        kernel = library("index_select", (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO), ("LEAN", 1), ("QUICK", 1), ("WRITE", 1))).emulate_index_select
         kernel.restype = ctypes.c_bool
         numbers = (ranks, count, 32 * SELECT_WARPS, ranks, SELECT_SHARED_BYTES, seed)
         assert kernel(ctypes.byref(block), *numbers, said, len(said)), said.value.decode()

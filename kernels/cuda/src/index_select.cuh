@@ -358,6 +358,14 @@ __device__ __forceinline__ void load_neighbours(float (&scores)[EACH], const Par
 // The chosen of EACH neighbours, bits of `chosen`, in order behind `before` others.
 __device__ __forceinline__ void write_neighbours(u32 chosen, u32 first, u32 before, u32 k, i32* out) {
     u32 place = before;
+#if WRITE
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+        if (chosen >> i & 1 && place < k) out[place] = static_cast<i32>(first + i);
+        place += chosen >> i & 1;
+    }
+    return;
+#endif
 #pragma unroll 1
     for (u32 bits = chosen; bits; bits &= bits - 1, ++place)
         if (place < k) out[place] = static_cast<i32>(first + __ffs(static_cast<int>(bits)) - 1);
@@ -567,10 +575,15 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, 1)
     let_next_begin();
     if (threadIdx.x == 0) s.found = s.sure = s.before = s.compared = 0;
     for (u32 i = threadIdx.x; i < 1 << FINE_BITS; i += SELECT_THREADS) s.bins[i] = 0;
+#if QUICK
+    const IndexRow at = index_row(p, row);
+#endif
     u32 ahead = 0, units;
     for (int i = threadIdx.x; i < row; i += SELECT_THREADS) ahead += units_of(index_row(p, i));
     sum_ahead(ahead, s.sums, units);
+#if !QUICK
     const IndexRow at = index_row(p, row);
+#endif
     const u32 length = static_cast<u32>(at.length);
     const bool fits = (static_cast<i64>(units) + units_of(at)) * UNIT <= p.capacity;
     const u32 ranks = at.kind == SCORED && length > SOLO ? gridDim.x : 1, rank = blockIdx.x;
