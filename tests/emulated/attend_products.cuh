@@ -60,6 +60,14 @@ inline void send_there(u32 there, const u32* words, u32 barrier_there) {
     of.bytes -= 16;
     turn_if_over(of);
 }
+inline void send_word_there(u32 there, u32 word, u32 barrier_there) {
+    emulated::may_be_overtaken();
+    std::memcpy(at_peer_address(there), &word, 4);
+    Phases& of = *reinterpret_cast<Phases*>(at_peer_address(barrier_there));
+    of.bytes -= 4;
+    turn_if_over(of);
+}
+inline float larger_size(float size, float v) { return size != size || v != v ? NAN : std::fmax(size, std::fabs(v)); }
 
 inline u32 operand(const void* at) { return shared_address(at) >> 4; }
 inline u32 describe(u32 place, int bytes, int along = 0) {
@@ -117,6 +125,11 @@ inline void multiply_latents(float* sums, const u32* a, u32 b) {
         }
     multiply(c, lines, [=](int column, int k) { return by_rows(b, column, k); }, true);
 }
+#if WIDE
+inline void multiply_all(float (&c)[128], const u32* a, u32 b) {
+    for (int half = 0; half < 2; ++half) multiply_latents(c + 64 * half, a, b + half * (2 * 64 * 128 >> 4));
+}
+#endif
 inline void hold_shares(u32 (&)[16]) {}
 inline void take_scores(float*) {}
 

@@ -18,7 +18,7 @@ __device__ __forceinline__ int gatherer() { return renewed(static_cast<int>(thre
 // Eight lanes take a chunk of the same row each; a thread takes two rows, and that chunk of each of their tiles. Entries are
 // asked for a block of rows ahead.
 struct Gatherer {
-    static constexpr int EACH = 2;
+    static constexpr int EACH = 8 * BLOCK / GATHERERS;
     i32 places[EACH];
 
     static __device__ __forceinline__ int row_of(int i) { return gatherer() / 8 + BLOCK / EACH * i; }
@@ -44,7 +44,7 @@ struct Gatherer {
         look_up(task, first + BLOCK);
     }
 };
-constexpr int GATHER_REGISTERS = 48, PRODUCT_REGISTERS = 208, FILL_ARRIVALS = GATHERERS;
+constexpr int GATHER_REGISTERS = GATHER_WARPS == 4 ? 56 : 48, PRODUCT_REGISTERS = GATHER_WARPS == 4 ? 224 : 208, FILL_ARRIVALS = GATHERERS;
 #else
 // Four lanes take 16 codes of the same row each; a thread takes one row, and those codes of each of its tiles. Codes of the
 // next block of rows are under way; its entry was asked for a block before.

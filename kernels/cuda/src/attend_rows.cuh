@@ -42,6 +42,7 @@ struct Attention {
     u32 shares[16];    // four for each 16 rows, as wgmma wants an operand
 };
 
+#if BITS == 24
 // Sixteen scores as they are sent: the upper 24 bits of four in three words.
 __device__ __forceinline__ void pack(u32 (&words)[16], const float* scores) {
 #pragma unroll
@@ -65,6 +66,14 @@ __device__ __forceinline__ void add_packed(float* scores, const u32 (&words)[16]
             scores[i + j] = (__uint_as_float(__float_as_uint(scores[i + j]) & SENT) + __uint_as_float(others[j] & SENT)) * scale;
     }
 }
+
+#else
+// What turns a score into 16 bits: a scale for each of the thread's heads, from the exponent of its largest score.
+constexpr float MIDDLE = 12615680.0f;  // 1.5 * 2 ** 23 + 2 ** 15: the lower 16 bits of a sum with it are those of an integer
+__device__ __forceinline__ float step_of(u32 exponent) {
+    return __uint_as_float(exponent == 0x7F800000 ? 0x7FFFFFFF : exponent - (14 << 23));
+}
+#endif
 
 // To the highest scores of the block of rows; `highest`: of this thread's.
 __device__ __forceinline__ void raise_levels(Attention& a, const float (&highest)[2]) {
@@ -118,9 +127,13 @@ template <int W> struct Turns {
         open_products();
 #pragma unroll
         for (int step = 0; step < BLOCK / 16; ++step)
+#if WIDE
+            multiply_all(a.sums, a.shares + 4 * step, describe(rows, step * 2048, TILE_BYTES));
+#else
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 multiply_latents(a.sums + 64 * half, a.shares + 4 * step, describe(rows, step * 2048 + half * (2 * TILE_BYTES), TILE_BYTES));
+#endif
         commit_products();
     }
     // This warp has read a stage.
@@ -139,6 +152,34 @@ template <int W> struct Turns {
         if (thread == 0) arrive_expecting(shared_address(&s.sent[W]), SENT_BYTES);
         const u32 there = peer_address(shared_address(s.scores[W]) + 16 * thread, task.peer());
         const u32 sent_there = peer_address(shared_address(&s.sent[W]), task.peer());
+#if BITS == 16
+        take_scores(a.scores), take_scores(a.scores + 16);
+        float most[2] = {1e-30f, 1e-30f}, factor[2], step[2], back[2];
+        u32 exponent[2];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) most[i / 2 % 2] = larger_size(most[i / 2 % 2], a.scores[i]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            exponent[half] = __float_as_uint(most[half] * (p.scale * 1.0001f)) & 0x7F800000;
+            exponent[half] = max(exponent[half], 0x0D800000u);
+            factor[half] = __uint_as_float(0x86000000 - exponent[half]) * p.scale;
+            step[half] = step_of(exponent[half]), back[half] = -MIDDLE * step[half];
+        }
+        const u32 word_there = peer_address(shared_address(s.scores[W]) + 64 * GROUP + 4 * thread, task.peer());
+        send_word_there(word_there, __byte_perm(exponent[0], exponent[1], 0x7632), sent_there);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float* const two = a.scores + 8 * i + 2 * j;
+                const float x = fmaf(two[0], factor[j % 2], MIDDLE), y = fmaf(two[1], factor[j % 2], MIDDLE);
+                words[j] = __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x5410);
+                two[0] = fmaf(x, step[j % 2], back[j % 2]), two[1] = fmaf(y, step[j % 2], back[j % 2]);
+            }
+            send_there(there + i * (16 * GROUP), words, sent_there);
+        }
+#else
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             take_scores(a.scores + 16 * half);
@@ -148,11 +189,27 @@ template <int W> struct Turns {
             for (int i = 0; i < SENT_WORDS / 8; ++i)
                 send_there(there + (SENT_WORDS / 8 * half + i) * (16 * GROUP), words + 4 * i, sent_there);
         }
+#endif
     }
     // Add the other block's.
     __device__ __forceinline__ void receive(Attention& a, int n) const {
         await(s.sent[W], n);
         const uint4* const from = reinterpret_cast<const uint4*>(s.scores[W]) + threadIdx.x % GROUP;
+#if BITS == 16
+        const u32 exponents = reinterpret_cast<const u32*>(s.scores[W] + 64 * GROUP)[threadIdx.x % GROUP];
+        const float step[2] = {step_of(exponents << 16), step_of(exponents & 0xFFFF0000)};
+        const float back[2] = {-MIDDLE * step[0], -MIDDLE * step[1]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint4 v = from[i * GROUP];
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                a.scores[8 * i + 2 * j] += fmaf(__uint_as_float(__byte_perm(words[j], 0x4B40, 0x5410)), step[j % 2], back[j % 2]);
+                a.scores[8 * i + 2 * j + 1] += fmaf(__uint_as_float(__byte_perm(words[j], 0x4B40, 0x5432)), step[j % 2], back[j % 2]);
+            }
+        }
+#else
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32 words[16];
@@ -163,6 +220,7 @@ template <int W> struct Turns {
             }
             add_packed(a.scores + 16 * half, words, p.scale);
         }
+#endif
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive_there(peer_address(shared_address(&s.taken[W]), task.peer()));
     }
@@ -323,7 +381,9 @@ __device__ __forceinline__ void add_parts(const AttendRows& p, const Task& task,
             for (int j = 0; j < TOGETHER; ++j)
                 if (first + j < parts) {
                     const u8* const line = part_line(s, group_of(first + j, head), head % 64);
-                    held[j] = *at_peer(reinterpret_cast<const float4*>(line) + quad, rank_of(task, first + j));
+                    const int rank = rank_of(task, first + j);
+                    const float4* const here = reinterpret_cast<const float4*>(line) + quad;
+                    held[j] = LOCAL && rank == (task.peer() ^ 1) ? *here : *at_peer(here, rank);
                 }
 #pragma unroll
             for (int j = 0; j < TOGETHER; ++j) {

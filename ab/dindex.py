@@ -2,15 +2,18 @@
 import ctypes, itertools, os, statistics, sys, time, traceback
 from kernels.cuda import index_topk as m
 
-DEFAULT = dict(FAST=0, FLAG=0, PREFETCH=0, CARVE=0, PROBE=0, LEAN=0, SURE=0, RANGE=0, QUICK=0, WRITE=0, SELECT_WARPS=16, RANKS_MAX=8, SOLO_POSITIONS=8192)
+DEFAULT = dict(DIR="kernels/cuda/src", FAST=0, FLAG=0, PREFETCH=0, CARVE=0, PROBE=0, LEAN=0, SURE=0, RANGE=0, QUICK=0, WRITE=0, SELECT_WARPS=16, RANKS_MAX=8, SOLO_POSITIONS=8192)
 P = dict(FAST=1, PREFETCH=16)
 S = dict(SURE=1, PREFETCH=16)
 R = dict(S, RANGE=1, QUICK=1)
-V = {"base": {}, "P": P, "S0": dict(SURE=1), "S": S, "SR": dict(S, RANGE=1), "R": R, "RW": dict(R, WRITE=1), "RL": dict(R, LEAN=1), "RLW": dict(R, LEAN=1, WRITE=1), "R0": dict(R, PREFETCH=0)}
+V = {"base": {}, "P": P, "S0": dict(SURE=1), "S": S, "SR": dict(S, RANGE=1), "R": R, "RW": dict(R, WRITE=1), "RL": dict(R, LEAN=1), "RLW": dict(R, LEAN=1, WRITE=1), "R0": dict(R, PREFETCH=0), "CL": dict(R, WRITE=1, DIR="ab/clean"), "CLL": dict(R, LEAN=1, DIR="ab/clean")}
+import kernels.cuda.jit as jit
+from pathlib import Path
 GOAL = {(8192,1):8.4,(8192,16):14.0,(8192,64):28.3,(32768,1):13.2,(32768,16):31.3,(32768,64):86.6,(131072,1):16.7,(131072,16):86.5,(131072,64):299}
 
 def fresh(name, **more):
     for key, value in {**DEFAULT, **V[name], **more}.items():
+        if key == "DIR": jit.SOURCE_DIR = Path(value); jit.load.cache_clear(); jit._module.cache_clear(); continue
         assert hasattr(m, key), key
         setattr(m, key, value)
     m._kernels.cache_clear()
@@ -23,8 +26,9 @@ def compile_all(part):
             if probe and name not in ("base", "RW"): continue
             fresh(name, PROBE=probe)
             for unit, defines in (("index_hopper", m.Indexer(64,128,2,1).defines(90)), ("index_select", m.select_defines() + (("FLAG", m.FLAG), ("PROBE", probe)))):
-                if (unit, defines) not in todo: todo.append((unit, defines))
-    for i, (unit, defines) in enumerate(todo):
+                if (V[name].get("DIR"), unit, defines) not in todo: todo.append((V[name].get("DIR"), unit, defines))
+    for i, (d, unit, defines) in enumerate(todo):
+        jit.SOURCE_DIR = Path(d or "kernels/cuda/src")
         if i % part[1] == part[0]: cached_unit(unit, defines, "sm_90", cache_dir())
     print(len(todo), "units")
 
@@ -57,7 +61,7 @@ def late(tensor, wrong):
 
 def check():
     from tests.gpu.index_bench import IndexBench
-    for name in ("RW", "P", "RL", "S0"):
+    for name in ("CL", "RW", "P", "RL", "S0"):
         fresh(name)
         done = 0
         try:
