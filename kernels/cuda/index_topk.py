@@ -43,11 +43,10 @@ HOPPER_WARPS: Final = 16  # that multiply
 HOPPER_STAGES: Final = 16  # pages of keys on their way, a multiple of the teams of four warps
 HOPPER_PARTS: Final = 1  # e4m3 values that a query's value becomes
 HOT_MAX: Final = 1024
-FAST, FLAG, PREFETCH, CARVE, PROBE, LEAN, SURE, RANGE, QUICK, WRITE = 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
 # index_select.cuh
-SELECT_WARPS = 16
+SELECT_WARPS: Final = 16
 SOLO_POSITIONS: Final = 8192  # of a row that one block takes alone
-RANKS_MAX = 8  # blocks of a row
+RANKS_MAX: Final = 8  # blocks of a row
 SELECT_SHARED_BYTES: Final = 91 << 10
 STATIC_SHARED_BYTES: Final = 8 << 10  # of index_scores, with room to spare
 STAGES_MAX: Final = 8
@@ -93,12 +92,6 @@ class Indexer:
                 ("WARPS", HOPPER_WARPS),
                 ("STAGES", HOPPER_STAGES),
                 ("PARTS", HOPPER_PARTS),
-                ("FAST", FAST),
-                ("FLAG", FLAG),
-                ("PREFETCH", PREFETCH),
-                ("PROBE", PROBE),
-                ("SURE", SURE),
-                ("RANGE", RANGE),
                 ("WGMMA", 1),
             )
         shared = SHARED_KIB.get(arch, SHARED_KIB_LEAST) << 10
@@ -125,7 +118,7 @@ class Indexer:
         if self.on_hopper(arch):
             page = PAGE_TOKENS * self.key_row_bytes
             queries = sizes["PARTS"] * self.heads * self.dim + 4 * self.heads
-            return sizes["STAGES"] * (page + 16) + queries + 4 * BINS + 16 * (BATCH_MAX + 1) + 4 * HOT_MAX + 272 + 1312
+            return sizes["STAGES"] * (page + 16) + queries + 4 * BINS + 16 * (BATCH_MAX + 1) + 4 * HOT_MAX + 272
         return 4 * BINS + self.queries_bytes + sizes["WARPS"] * sizes["STAGES"] * UNIT * self.key_row_bytes
 
 
@@ -227,18 +220,14 @@ def ranks_of(rows: int, processors: int) -> int:
 def _kernels(indexer: Indexer, device: torch.device) -> tuple[Kernel, Kernel]:
     number, arch = device.index or 0, _arch(device)
     score = load(indexer.unit(arch), "index_scores", indexer.defines(arch), number)
-    select = load("index_select", "index_select", select_defines() + (("FLAG", FLAG if indexer.on_hopper(arch) else 0), ("PROBE", PROBE)), number)
+    select = load("index_select", "index_select", select_defines(), number)
     score.allow_all(clusters=False)
     select.allow_all(clusters=arch >= 10 * CLUSTERS_SINCE[0])
-    if CARVE:
-        for one in (score, select):
-            a = one._attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            one._driver.cuFuncSetAttribute(one._function, a, CARVE)
     return score, select
 
 
 def select_defines() -> Defines:
-    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS), ("LEAN", LEAN), ("QUICK", QUICK), ("WRITE", WRITE))
+    return (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO_POSITIONS))
 
 
 def indexer_of(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:

@@ -60,14 +60,6 @@ inline void send_there(u32 there, const u32* words, u32 barrier_there) {
     of.bytes -= 16;
     turn_if_over(of);
 }
-inline void send_word_there(u32 there, u32 word, u32 barrier_there) {
-    emulated::may_be_overtaken();
-    std::memcpy(at_peer_address(there), &word, 4);
-    Phases& of = *reinterpret_cast<Phases*>(at_peer_address(barrier_there));
-    of.bytes -= 4;
-    turn_if_over(of);
-}
-inline float larger_size(float size, float v) { return size != size || v != v ? NAN : std::fmax(size, std::fabs(v)); }
 
 inline u32 operand(const void* at) { return shared_address(at) >> 4; }
 inline u32 describe(u32 place, int bytes, int along = 0) {
@@ -113,8 +105,7 @@ inline void multiply_keys(float (&c)[32], u32 a, u32 b, int more) {
     multiply(c, lines, [=](int column, int k) { return by_columns(b, column, k); }, more != 0);
 }
 // Registers of a quad have the 16 values of a line: two words each, of columns 2 t and 8 + 2 t.
-inline void multiply_latents(float* sums, const u32* a, u32 b) {
-    float(&c)[64] = *reinterpret_cast<float(*)[64]>(sums);
+template <int SIZE> void multiply_latents(float (&c)[SIZE], const u32* a, u32 b) {
     const int quad = threadIdx.x % 32 & ~3;
     float lines[2][16];
     for (int i = 0; i < 4; ++i)
@@ -125,11 +116,6 @@ inline void multiply_latents(float* sums, const u32* a, u32 b) {
         }
     multiply(c, lines, [=](int column, int k) { return by_rows(b, column, k); }, true);
 }
-#if WIDE
-inline void multiply_all(float (&c)[128], const u32* a, u32 b) {
-    for (int half = 0; half < 2; ++half) multiply_latents(c + 64 * half, a, b + half * (2 * 64 * 128 >> 4));
-}
-#endif
 inline void hold_shares(u32 (&)[16]) {}
 inline void take_scores(float*) {}
 

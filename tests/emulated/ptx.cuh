@@ -51,7 +51,6 @@ inline void store_if(bool wanted, void* at, u32 first, u32 second) {
     if (wanted) static_cast<u32*>(at)[0] = first, static_cast<u32*>(at)[1] = second;
 }
 inline void count_shared(u32* word) { ++*word; }
-inline void count_shared_if(bool condition, u32* word) { *word += condition; }
 inline void set_bits_if(bool condition, u32* word, u32 bits) { if (condition) *word |= bits; }
 
 // A gate is calls that are wanted, and from 32 bits on bytes: open when it is 0, for good.

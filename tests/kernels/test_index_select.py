@@ -56,7 +56,6 @@ class Step:
                 np.add.at(histogram[row], order_keys(scores) >> 19, 1)
                 np.add.at(histogram[row], structures.BINS + (order_keys(scores) >> 24), 1)
             counters[row, 0] = row in self.ungranted
-            counters[row, 1] = -(-len(scores) // PAGE_TOKENS) if len(scores) > self.k else 0
         pages = max(-(-len(scores) // PAGE_TOKENS) for scores in self.rows)
         seats = np.arange(count, dtype=np.int32)
         lengths = np.array([len(scores) for scores in self.rows], np.int32)
@@ -86,7 +85,7 @@ class Step:
             rows=count,
         )
         said = ctypes.create_string_buffer(200)
-        kernel = library("index_select", (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO), ("LEAN", 1), ("QUICK", 1), ("WRITE", 1))).emulate_index_select
+        kernel = library("index_select", (("SELECT_WARPS", SELECT_WARPS), ("SOLO", SOLO))).emulate_index_select
         kernel.restype = ctypes.c_bool
         numbers = (ranks, count, 32 * SELECT_WARPS, ranks, SELECT_SHARED_BYTES, seed)
         assert kernel(ctypes.byref(block), *numbers, said, len(said)), said.value.decode()

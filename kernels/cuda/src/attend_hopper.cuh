@@ -1,18 +1,6 @@
 // attend_rows: sizes, shared memory, and who does what.
 #pragma once
 
-#ifndef BITS
-#define BITS 16
-#endif
-#ifndef GATHER_WARPS
-#define GATHER_WARPS 8
-#endif
-#ifndef LOCAL
-#define LOCAL 1
-#endif
-#ifndef WIDE
-#define WIDE (GATHER_WARPS == 4)
-#endif
 #include "attend_products.cuh"
 
 namespace hisparse {
@@ -20,13 +8,16 @@ namespace hisparse {
 constexpr int LATENT = 512, ROPE = 64, VALUES = LATENT + ROPE;
 constexpr int HALF = LATENT / 2, TILES = HALF / 64;  // latents of a block, and their tiles of 64
 constexpr int BLOCK = 64, TILE_BYTES = 64 * 128;       // rows of a stage; a tile of 64 heads or rows
-constexpr int GROUP = 128, GROUPS = 2, CONSUMERS = GROUPS * GROUP, GATHERERS = 32 * GATHER_WARPS, THREADS = CONSUMERS + GATHERERS;
+// Of bfloat16 rows four warps gather enough for 128 heads, and leave registers for products of all latents of a block at once.
+constexpr int GATHERERS = KEY_BYTES == 2 && HEADS == 128 ? 128 : 256, COLUMNS = GATHERERS == 128 ? HALF : HALF / 2;
+constexpr int GATHER_REGISTERS = GATHERERS == 128 ? 56 : 48, PRODUCT_REGISTERS = GATHERERS == 128 ? 224 : 208;
+constexpr int GROUP = 128, GROUPS = 2, CONSUMERS = GROUPS * GROUP, THREADS = CONSUMERS + GATHERERS;
 constexpr int HEAD_GROUPS = HEADS / 64;  // 2: each group has 64 heads; 1: every second block of rows
 constexpr int ROW_GROUPS = GROUPS / HEAD_GROUPS;
 constexpr int STAGES = HEADS == 128 ? 3 : 4;
 constexpr int PARTS_MAX = 16;  // of a result: by the row groups of each of its splits
 // 24 bits of a score are sent: three words for four of a thread's 32
-constexpr int SENT_WORDS = BITS == 24 ? 24 : 17, SENT_BYTES = GROUP * 4 * SENT_WORDS;  // a thread's scores, and a group's
+constexpr int SENT_WORDS = 24, SENT_BYTES = GROUP * 4 * SENT_WORDS;  // a thread's scores, and a group's
 constexpr float SLACK = 8.0f;
 constexpr int ROW_BYTES = KEY_BYTES == 1 ? LATENT + 16 + 2 * ROPE : 2 * VALUES;
 static_assert(HEADS == 64 || HEADS == 128, "one group's products are of 64 heads");
@@ -38,7 +29,6 @@ struct Shared {
     u8 rows[STAGES][TILES * TILE_BYTES];
     u8 ropes[2][TILE_BYTES];      // of stages 2 i and 2 i + 1 side by side
     u8 scores[GROUPS][SENT_BYTES];  // what the other block adds
-    u8 spare[BITS == 24 ? 16 : 4096];
     u64 full[STAGES], empty[STAGES];
     u64 sent[GROUPS], taken[GROUPS];  // the other block's scores are here; the other block has read ours
     u64 met;                          // all consumers are here
@@ -54,7 +44,7 @@ __device__ __forceinline__ Account& account_of(Shared& s) { return *reinterpret_
 
 // A part's sums in the end, where rows and scores were. The pitch keeps a quad's words, and eight heads', in different banks.
 constexpr int PART_PITCH = 4 * HALF + 32;
-static_assert(GROUPS * 64 * PART_PITCH <= STAGES * TILES * TILE_BYTES + 2 * TILE_BYTES + GROUPS * SENT_BYTES + (BITS == 24 ? 16 : 4096), "as said");
+static_assert(GROUPS * 64 * PART_PITCH <= STAGES * TILES * TILE_BYTES + 2 * TILE_BYTES + GROUPS * SENT_BYTES, "as said");
 __device__ __forceinline__ u8* part_line(Shared& s, int group, int head) {
     return s.rows[0] + (group * 64 + head) * PART_PITCH;
 }

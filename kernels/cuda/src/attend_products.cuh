@@ -70,20 +70,7 @@ __device__ __forceinline__ void send_there(u32 there, const u32* words, u32 barr
                  : "memory");
 }
 
-__device__ __forceinline__ void send_word_there(u32 there, u32 word, u32 barrier_there) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there), "r"(word),
-                 "r"(barrier_there)
-                 : "memory");
-}
-
 // ---- matrix products
-
-// The larger size; NaN where either is.
-__device__ __forceinline__ float larger_size(float size, float v) {
-    float result;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(size), "f"(fabsf(v)));
-    return result;
-}
 
 __device__ __forceinline__ float exp2_of(float v) {
     float result;
@@ -116,10 +103,9 @@ __device__ __forceinline__ void multiply_keys(float (&c)[32], u32 a, u32 b, int 
         : SIXTEEN(c, 0), SIXTEEN(c, 16)
         : "r"(a), "r"(b), "r"(more));
 }
-// sums (64 heads x 128 latents) += shares * latents of 16 rows; a product of 256 columns would not leave registers for eight
-// gathering warps. Shares must stay in their registers until the products are
+// sums (64 heads x COLUMNS latents) += shares * latents of 16 rows. Shares must stay in their registers until the products are
 // awaited, which nothing but hold_shares says to the compiler.
-__device__ __forceinline__ void multiply_latents(float* c, const u32* a, u32 b) {
+__device__ __forceinline__ void multiply_latents(float (&c)[64], const u32* a, u32 b) {
     asm volatile(
         "{ " DESCRIBED("b", "68") "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
@@ -130,8 +116,7 @@ __device__ __forceinline__ void multiply_latents(float* c, const u32* a, u32 b) 
         : SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32), SIXTEEN(c, 48)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
-#if WIDE
-__device__ __forceinline__ void multiply_all(float (&c)[128], const u32* a, u32 b) {
+__device__ __forceinline__ void multiply_latents(float (&c)[128], const u32* a, u32 b) {
     asm volatile(
         "{ " DESCRIBED("b", "132") "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
@@ -147,7 +132,6 @@ __device__ __forceinline__ void multiply_all(float (&c)[128], const u32* a, u32 
           SIXTEEN(c, 96), SIXTEEN(c, 112)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
-#endif
 // Sums are there: nothing is computed from these sixteen ahead of this place.
 __device__ __forceinline__ void take_scores(float* c) {
 #pragma unroll

@@ -36,13 +36,16 @@ __device__ __forceinline__ float none() { return __uint_as_float(0xFF800000); }
 
 // What a thread holds: heads g and g + 8 of its warp's 16, as wgmma lays accumulators out.
 struct Attention {
-    float sums[128];   // part i: head i / 2 % 2, latents 8 (i / 4) + 2 t + i % 2 of the block's
-    float scores[32];  // likewise, rows of a block of rows
+    // part i of all: head i / 2 % 2, latents 8 (i / 4) + 2 t + i % 2 of the block's
+    float sums[HALF / COLUMNS][COLUMNS / 2];
+    float scores[32];  // likewise, rows of a block of rows; before scaling
     float level[2], weight[2];
     u32 shares[16];    // four for each 16 rows, as wgmma wants an operand
+
+    __device__ __forceinline__ float& sum(int i) { return sums[i / (COLUMNS / 2)][i % (COLUMNS / 2)]; }
+    __device__ __forceinline__ const float& sum(int i) const { return sums[i / (COLUMNS / 2)][i % (COLUMNS / 2)]; }
 };
 
-#if BITS == 24
 // Sixteen scores as they are sent: the upper 24 bits of four in three words.
 __device__ __forceinline__ void pack(u32 (&words)[16], const float* scores) {
 #pragma unroll
@@ -53,8 +56,8 @@ __device__ __forceinline__ void pack(u32 (&words)[16], const float* scores) {
         to[0] = __byte_perm(a, b, 0x5321), to[1] = __byte_perm(b, c, 0x6532), to[2] = __byte_perm(c, d, 0x7653);
     }
 }
-// (scores + others) * scale, of scores as precise as others': both blocks of a pair add the same.
-__device__ __forceinline__ void add_packed(float* scores, const u32 (&words)[16], float scale) {
+// Scores as precise as others' plus those: both blocks of a pair add the same.
+__device__ __forceinline__ void add_packed(float* scores, const u32 (&words)[16]) {
     constexpr u32 SENT = 0xFFFFFF00;
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
@@ -63,17 +66,9 @@ __device__ __forceinline__ void add_packed(float* scores, const u32 (&words)[16]
                                from[2]};
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-            scores[i + j] = (__uint_as_float(__float_as_uint(scores[i + j]) & SENT) + __uint_as_float(others[j] & SENT)) * scale;
+            scores[i + j] = __uint_as_float(__float_as_uint(scores[i + j]) & SENT) + __uint_as_float(others[j] & SENT);
     }
 }
-
-#else
-// What turns a score into 16 bits: a scale for each of the thread's heads, from the exponent of its largest score.
-constexpr float MIDDLE = 12615680.0f;  // 1.5 * 2 ** 23 + 2 ** 15: the lower 16 bits of a sum with it are those of an integer
-__device__ __forceinline__ float step_of(u32 exponent) {
-    return __uint_as_float(exponent == 0x7F800000 ? 0x7FFFFFFF : exponent - (14 << 23));
-}
-#endif
 
 // To the highest scores of the block of rows; `highest`: of this thread's.
 __device__ __forceinline__ void raise_levels(Attention& a, const float (&highest)[2]) {
@@ -88,7 +83,7 @@ __device__ __forceinline__ void raise_levels(Attention& a, const float (&highest
         a.weight[half] *= fade[half];
     }
 #pragma unroll
-    for (int i = 0; i < 128; ++i) a.sums[i] *= fade[i / 2 % 2];
+    for (int i = 0; i < HALF / 2; ++i) a.sum(i) *= fade[i / 2 % 2];
 }
 
 // The blocks of rows of group W. Group and stage are compile-time constants: descriptors are then constants too, instead of a
@@ -127,13 +122,9 @@ template <int W> struct Turns {
         open_products();
 #pragma unroll
         for (int step = 0; step < BLOCK / 16; ++step)
-#if WIDE
-            multiply_all(a.sums, a.shares + 4 * step, describe(rows, step * 2048, TILE_BYTES));
-#else
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                multiply_latents(a.sums + 64 * half, a.shares + 4 * step, describe(rows, step * 2048 + half * (2 * TILE_BYTES), TILE_BYTES));
-#endif
+            for (int i = 0; i < HALF / COLUMNS; ++i)
+                multiply_latents(a.sums[i], a.shares + 4 * step, describe(rows, step * 2048 + i * (2 * TILE_BYTES), TILE_BYTES));
         commit_products();
     }
     // This warp has read a stage.
@@ -152,34 +143,6 @@ template <int W> struct Turns {
         if (thread == 0) arrive_expecting(shared_address(&s.sent[W]), SENT_BYTES);
         const u32 there = peer_address(shared_address(s.scores[W]) + 16 * thread, task.peer());
         const u32 sent_there = peer_address(shared_address(&s.sent[W]), task.peer());
-#if BITS == 16
-        take_scores(a.scores), take_scores(a.scores + 16);
-        float most[2] = {1e-30f, 1e-30f}, factor[2], step[2], back[2];
-        u32 exponent[2];
-#pragma unroll
-        for (int i = 0; i < 32; ++i) most[i / 2 % 2] = larger_size(most[i / 2 % 2], a.scores[i]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            exponent[half] = __float_as_uint(most[half] * (p.scale * 1.0001f)) & 0x7F800000;
-            exponent[half] = max(exponent[half], 0x0D800000u);
-            factor[half] = __uint_as_float(0x86000000 - exponent[half]) * p.scale;
-            step[half] = step_of(exponent[half]), back[half] = -MIDDLE * step[half];
-        }
-        const u32 word_there = peer_address(shared_address(s.scores[W]) + 64 * GROUP + 4 * thread, task.peer());
-        send_word_there(word_there, __byte_perm(exponent[0], exponent[1], 0x7632), sent_there);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            u32 words[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                float* const two = a.scores + 8 * i + 2 * j;
-                const float x = fmaf(two[0], factor[j % 2], MIDDLE), y = fmaf(two[1], factor[j % 2], MIDDLE);
-                words[j] = __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x5410);
-                two[0] = fmaf(x, step[j % 2], back[j % 2]), two[1] = fmaf(y, step[j % 2], back[j % 2]);
-            }
-            send_there(there + i * (16 * GROUP), words, sent_there);
-        }
-#else
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             take_scores(a.scores + 16 * half);
@@ -189,27 +152,11 @@ template <int W> struct Turns {
             for (int i = 0; i < SENT_WORDS / 8; ++i)
                 send_there(there + (SENT_WORDS / 8 * half + i) * (16 * GROUP), words + 4 * i, sent_there);
         }
-#endif
     }
     // Add the other block's.
     __device__ __forceinline__ void receive(Attention& a, int n) const {
         await(s.sent[W], n);
         const uint4* const from = reinterpret_cast<const uint4*>(s.scores[W]) + threadIdx.x % GROUP;
-#if BITS == 16
-        const u32 exponents = reinterpret_cast<const u32*>(s.scores[W] + 64 * GROUP)[threadIdx.x % GROUP];
-        const float step[2] = {step_of(exponents << 16), step_of(exponents & 0xFFFF0000)};
-        const float back[2] = {-MIDDLE * step[0], -MIDDLE * step[1]};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint4 v = from[i * GROUP];
-            const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                a.scores[8 * i + 2 * j] += fmaf(__uint_as_float(__byte_perm(words[j], 0x4B40, 0x5410)), step[j % 2], back[j % 2]);
-                a.scores[8 * i + 2 * j + 1] += fmaf(__uint_as_float(__byte_perm(words[j], 0x4B40, 0x5432)), step[j % 2], back[j % 2]);
-            }
-        }
-#else
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32 words[16];
@@ -218,9 +165,8 @@ template <int W> struct Turns {
                 const uint4 v = from[(SENT_WORDS / 8 * half + i) * GROUP];
                 words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
             }
-            add_packed(a.scores + 16 * half, words, p.scale);
+            add_packed(a.scores + 16 * half, words);
         }
-#endif
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive_there(peer_address(shared_address(&s.taken[W]), task.peer()));
     }
@@ -237,6 +183,7 @@ template <int W> struct Turns {
         float highest[2] = {none(), none()};
 #pragma unroll
         for (int i = 0; i < 32; ++i) highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], a.scores[i]);
+        highest[0] *= p.scale, highest[1] *= p.scale;
         const bool beyond = highest[0] > a.level[0] + SLACK || highest[1] > a.level[1] + SLACK;
         if (__any_sync(0xFFFFFFFF, beyond)) raise_levels(a, highest);
         __syncwarp();
@@ -245,8 +192,8 @@ template <int W> struct Turns {
             const float level = a.level[half] == none() ? 0.0f : a.level[half];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float x = exp2_of(a.scores[4 * j + 2 * half] - level);
-                const float y = exp2_of(a.scores[4 * j + 2 * half + 1] - level);
+                const float x = exp2_of(fmaf(a.scores[4 * j + 2 * half], p.scale, -level));
+                const float y = exp2_of(fmaf(a.scores[4 * j + 2 * half + 1], p.scale, -level));
                 a.weight[half] += x + y;
                 a.shares[2 * j + half] = pair_of(x, y);
             }
@@ -317,7 +264,7 @@ template <int W> __device__ __forceinline__ void write_result(const AttendRows& 
 #pragma unroll
         for (int j = 0; j < 32; ++j)
             *reinterpret_cast<u32*>(lines + (half * 8 + g) * (2 * HALF) + ((j ^ g) << 4) + 4 * t) =
-                pair_of(a.sums[4 * j + 2 * half] * factor, a.sums[4 * j + 2 * half + 1] * factor);
+                pair_of(a.sum(4 * j + 2 * half) * factor, a.sum(4 * j + 2 * half + 1) * factor);
     }
     __syncwarp();
     const int heads = p.heads - task.first_head - W * 64 - warp * 16;  // of this warp
@@ -338,7 +285,7 @@ template <int W> __device__ __forceinline__ void write_part(const Attention& a, 
         u8* const line = part_line(s, W, head) + 8 * t;
 #pragma unroll
         for (int j = 0; j < 32; ++j)
-            *reinterpret_cast<float2*>(line + 32 * j) = make_float2(a.sums[4 * j + 2 * half], a.sums[4 * j + 2 * half + 1]);
+            *reinterpret_cast<float2*>(line + 32 * j) = make_float2(a.sum(4 * j + 2 * half), a.sum(4 * j + 2 * half + 1));
         if (t == 0) account.peaks[W][head] = a.level[half], account.totals[W][head] = a.weight[half];
     }
 }
@@ -381,9 +328,7 @@ __device__ __forceinline__ void add_parts(const AttendRows& p, const Task& task,
             for (int j = 0; j < TOGETHER; ++j)
                 if (first + j < parts) {
                     const u8* const line = part_line(s, group_of(first + j, head), head % 64);
-                    const int rank = rank_of(task, first + j);
-                    const float4* const here = reinterpret_cast<const float4*>(line) + quad;
-                    held[j] = LOCAL && rank == (task.peer() ^ 1) ? *here : *at_peer(here, rank);
+                    held[j] = *at_peer(reinterpret_cast<const float4*>(line) + quad, rank_of(task, first + j));
                 }
 #pragma unroll
             for (int j = 0; j < TOGETHER; ++j) {
@@ -402,7 +347,7 @@ __device__ __forceinline__ void add_parts(const AttendRows& p, const Task& task,
 template <int W> __device__ __forceinline__ void attend(const AttendRows& p, const Task& task, Shared& s) {
     Attention a;
 #pragma unroll
-    for (int i = 0; i < 128; ++i) a.sums[i] = 0;
+    for (int i = 0; i < HALF / 2; ++i) a.sum(i) = 0;
     a.level[0] = a.level[1] = none();
     a.weight[0] = a.weight[1] = 0;
     const int first = ROW_GROUPS == 2 ? W : 0;

@@ -41,10 +41,6 @@ struct ScoreShared {
     int2 rows[BATCH_MAX];      // seat and length
     i32 hot_slots[HOT_MAX];    // of the first seats
     u32 blocks;                // that have a share
-    i32 real;                  // rows, as read ahead
-    u32 range[2];              // lowest and highest bin that holds something
-    i64 seen[64][2];           // seats and lengths, as read ahead
-    i32 seated[64];            // likewise, hot slots
 };
 
 __device__ __forceinline__ float key_relu(float v) {
@@ -145,106 +141,6 @@ __device__ __forceinline__ void multiply_page(float (&c)[TILES][4], const u32 (&
 __device__ __forceinline__ u32 pages_before(const ScoreShared& s, int row) { return static_cast<u32>(s.first[row] >> 32); }
 __device__ __forceinline__ u32 units_before(const ScoreShared& s, int row) { return static_cast<u32>(s.first[row]); }
 
-// Blocks that have a share: rows of one length are then cut at their ends, so that few blocks have parts of two.
-__device__ __forceinline__ u32 sharing_blocks(u32 scored) {
-    const u32 over = scored > 0 && scored <= gridDim.x ? gridDim.x % scored : 0;
-    return gridDim.x - (over <= gridDim.x / 16 ? over : 0);
-}
-__device__ __forceinline__ i64 read_ahead(const void* ids, int i, i32 wide) {
-    return wide ? __ldcg(static_cast<const long long*>(ids) + i) : __ldcg(static_cast<const i32*>(ids) + i);
-}
-
-#if SURE
-// What the block has of all pages: [begin, end), of which the first is row `low`'s.
-struct Share {
-    u32 begin, end;
-    int low;
-};
-__device__ __forceinline__ Share share_of_block(const IndexTopk& p, const ScoreShared& s) {
-    const u32 total = pages_before(s, p.batch.size);
-    if (blockIdx.x >= s.blocks) return {0, 0, 0};
-    const u32 each = total / s.blocks, more = total % s.blocks;
-    const u32 begin = blockIdx.x * each + min(blockIdx.x, more), end = begin + each + (blockIdx.x < more);
-    int low = 0, high = p.batch.size;
-    while (low + 1 < high) {
-        const int middle = (low + high) / 2;
-        if (pages_before(s, middle) <= begin)
-            low = middle;
-        else
-            high = middle;
-    }
-    return {begin, end, low};
-}
-template <class Each>
-__device__ __forceinline__ void each_part(const IndexTopk& p, const ScoreShared& s, const Share& of, Each f) {
-    int low = of.low;
-    for (u32 at = of.begin; at < of.end; ++low) {
-        const u32 stop = min(of.end, pages_before(s, low + 1));
-        if (at >= stop) continue;
-        f(low, at - pages_before(s, low), stop - pages_before(s, low), at - of.begin);
-        at = stop;
-    }
-}
-// Rows, two a lane, by one warp.
-template <class Named, class HotSlots>
-__device__ __forceinline__ void plan_rows(const IndexTopk& p, ScoreShared& s, const Named (&named)[2], HotSlots hot) {
-    const int lane = threadIdx.x % 32;
-    u64 held[2] = {};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        if (2 * lane + j >= p.batch.size) continue;
-        const IndexRow at = index_row(p, named[j], [&](i64 seat) { return hot(j, seat); });
-        s.rows[2 * lane + j] = make_int2(at.seat, at.length);
-        if (at.kind == SCORED)
-            held[j] = static_cast<u64>((at.length + PAGE_TOKENS - 1) / PAGE_TOKENS) << 32 | units_of(at);
-    }
-    const u32 scored = __popc(__ballot_sync(0xFFFFFFFF, held[0] != 0)) + __popc(__ballot_sync(0xFFFFFFFF, held[1] != 0));
-    u64 inclusive = held[0] + held[1];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const u64 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
-        if (lane >= step) inclusive += left;
-    }
-    const u64 before = inclusive - held[0] - held[1];
-    if (2 * lane <= p.batch.size) s.first[2 * lane] = before;
-    if (2 * lane + 1 <= p.batch.size) s.first[2 * lane + 1] = before + held[0];
-    if (lane == 31 && p.batch.size == 64) s.first[64] = inclusive;
-    if (lane == 0) s.blocks = sharing_blocks(scored);
-    __syncwarp();
-}
-// The plan as rows stand before the kernel ahead has ended, by one warp.
-__device__ __forceinline__ void plan_ahead(const IndexTopk& p, ScoreShared& s) {
-    const int lane = threadIdx.x % 32;
-    const i32 real = __ldcg(p.batch.num_real);
-    NamedRow named[2];
-    i32 hot[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const int row = min(2 * lane + j, p.batch.size - 1);
-        named[j] = {row, real, read_ahead(p.batch.seats, row, p.batch.wide_seats),
-                    read_ahead(p.batch.lengths, row, p.batch.wide_lengths)};
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const i64 seat = named[j].seat;
-        hot[j] = seat >= 0 && seat < p.state.seats ? __ldcg(p.state.hot_slots + seat) : -1;
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const int row = 2 * lane + j;
-        if (row < p.batch.size) s.seen[row][0] = named[j].seat, s.seen[row][1] = named[j].length, s.seated[row] = hot[j];
-    }
-    if (lane == 0) s.real = real;
-    plan_rows(p, s, named, [&](int j, i64) { return hot[j]; });
-}
-// Where the table names page `of.begin + lane` of the share; null beyond its end, and beyond the first row's.
-__device__ __forceinline__ const i32* first_entry(const IndexTopk& p, const ScoreShared& s, const Share& of) {
-    const u32 at = of.begin + threadIdx.x % 32;
-    if (at >= min(of.end, pages_before(s, of.low + 1))) return nullptr;
-    return p.state.index_table + static_cast<i64>(s.rows[of.low].x) * p.state.max_pages + (at - pages_before(s, of.low));
-}
-#endif
-
 // Calls f(row, first page, page behind the last, pages of the share before) for each row of the block's share, in order.
 template <class Each> __device__ __forceinline__ void each_part(const IndexTopk& p, const ScoreShared& s, Each f) {
     const u32 total = pages_before(s, p.batch.size);
@@ -266,71 +162,13 @@ template <class Each> __device__ __forceinline__ void each_part(const IndexTopk&
     }
 }
 
-// Has the first pages of the block's share brought to L2, as rows and tables stand before the kernel ahead has ended: what
-// that changes is read again, and keys that it writes are written through L2.
-__device__ __forceinline__ void ask_for_pages(const IndexTopk& p) {
-    const i32 lane = threadIdx.x % 32, rows = p.batch.size;
-    if (rows < 1 || rows > 64) return;
-    const i32 real = __ldcg(p.batch.num_real);
-    u32 pages[2] = {};
-    i32 seats[2] = {};
-    i64 named[2][2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const int row = min(2 * lane + j, rows - 1);
-        named[j][0] = read_ahead(p.batch.seats, row, p.batch.wide_seats);
-        named[j][1] = read_ahead(p.batch.lengths, row, p.batch.wide_lengths);
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const int row = 2 * lane + j;
-        const IndexRow at = index_row(p, NamedRow{row, min(real, rows), named[j][0], named[j][1]},
-                                      [&](i64 seat) { return __ldcg(p.state.hot_slots + seat); });
-        if (at.kind != SCORED) continue;
-        pages[j] = static_cast<u32>(at.length + PAGE_TOKENS - 1) / PAGE_TOKENS, seats[j] = at.seat;
-    }
-    u32 inclusive = pages[0] + pages[1];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
-        if (lane >= step) inclusive += left;
-    }
-    const u32 first = inclusive - pages[0] - pages[1], total = __shfl_sync(0xFFFFFFFF, inclusive, 31);
-    const u32 blocks = sharing_blocks(__popc(__ballot_sync(0xFFFFFFFF, pages[0] > 0)) +
-                                      __popc(__ballot_sync(0xFFFFFFFF, pages[1] > 0)));
-    const u32 at = share(total, min(blockIdx.x, blocks), blocks) + lane;
-    u32 low = 0;
-#pragma unroll
-    for (u32 step = 16; step > 0; step /= 2)
-        if (__shfl_sync(0xFFFFFFFF, first, low + step) <= at) low += step;
-    u32 page = at - __shfl_sync(0xFFFFFFFF, first, low), ahead = __shfl_sync(0xFFFFFFFF, pages[0], low);
-    const i32 even = __shfl_sync(0xFFFFFFFF, seats[0], low), odd = __shfl_sync(0xFFFFFFFF, seats[1], low);
-    if (blockIdx.x >= blocks || lane >= PREFETCH || at >= share(total, blockIdx.x + 1, blocks)) return;
-    const i32 seat = page < ahead ? even : odd;
-    if (page >= ahead) page -= ahead;
-    const u32 held = __ldcg(p.state.index_table + static_cast<i64>(seat) * p.state.max_pages + page);
-    if (held >= static_cast<u32>(p.state.key_rows / PAGE_TOKENS)) return;
-    const u8* const from = p.state.index_keys + (p.group * p.state.key_rows + static_cast<i64>(held) * PAGE_TOKENS) * KEY_ROW;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(PAGE_BYTES) : "memory");
-}
-
-#if SURE
-__device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s, const Share& of, bool given, i32 entry) {
-#else
 __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) {
-#endif
     const u8* const keys = p.state.index_keys + p.group * p.state.key_rows * KEY_ROW;
     const u32 held = static_cast<u32>(p.state.key_rows / PAGE_TOKENS);
     const int lane = threadIdx.x % 32;
-#if SURE
-    each_part(p, s, of, [&](int row, u32 from, u32 stop, u32 before) {
-        const i32* const table = p.state.index_table + static_cast<i64>(s.rows[row].x) * p.state.max_pages;
-        i32 next = given && before == 0 ? entry : from + lane < stop ? table[from + lane] : -1;
-#else
     each_part(p, s, [&](int row, u32 from, u32 stop, u32 before) {
         const i32* const table = p.state.index_table + static_cast<i64>(s.rows[row].x) * p.state.max_pages;
         i32 next = from + lane < stop ? table[from + lane] : -1;
-#endif
         for (u32 base = from; base < stop; base += 32) {
             const i32 pages = next;
             next = base + 32 + lane < stop ? table[base + 32 + lane] : -1;
@@ -340,14 +178,11 @@ __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) 
                 await_phase(shared_address(s.empty + slot), turn / STAGES & 1 ^ 1);
                 if (lane == 0) {
                     const u32 full = shared_address(s.full + slot);
-                    if (page >= held) {
-                        p.counters[row * COUNTERS + UNGRANTED_ROW] = 1;
-                        __threadfence();
-                    }
                     arrive_expecting(full, page < held ? PAGE_BYTES : 0);
-                    if (turn == 0) MARK(32 * WARPS, 4);
                     if (page < held)
                         fetch_once(s.pages[slot], keys + static_cast<i64>(page) * PAGE_BYTES, PAGE_BYTES, full);
+                    else
+                        p.counters[row * COUNTERS + UNGRANTED_ROW] = 1;
                 }
                 __syncwarp();
             }
@@ -355,28 +190,15 @@ __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) 
     });
 }
 
-#if SURE
-__device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s, const Share& of) {
-#else
 __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) {
-#endif
     const u32 warp = threadIdx.x % TEAM_THREADS / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u32 team = threadIdx.x / TEAM_THREADS;
-#if SURE
-    each_part(p, s, of, [&](int row, u32 from, u32 stop, u32 before) {
-#else
     each_part(p, s, [&](int row, u32 from, u32 stop, u32 before) {
-#endif
-#if RANGE
-        u32 lowest = BINS - 1, highest = 0;
-#endif
         const i64 place = static_cast<i64>(units_before(s, row)) * UNIT;
         const u32 length = static_cast<i64>(units_before(s, row + 1)) * UNIT <= p.capacity ? s.rows[row].y : 0;
         float* const scores = p.scores + place;
-        MARK(0, 3);
         stage_row(p, row, s);
         sync_named(1, 32 * WARPS);
-        MARK(0, 5);
         float2 weights[TILES];
 #pragma unroll
         for (int n = 0; n < TILES; ++n) weights[n] = s.weights[n][t];
@@ -385,7 +207,6 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
         for (u32 i = from + skip; i < stop; i += TEAMS) {
             const u32 turn = before + i - from, slot = turn % STAGES;
             await_phase(shared_address(s.full + slot), turn / STAGES & 1);
-            if (turn == 0) MARK(0, 6);
             const u32* const words = reinterpret_cast<const u32*>(s.pages[slot] + (16 * warp + g) * KEY_ROW);
             u32 a[STEPS][4];
 #pragma unroll
@@ -423,37 +244,12 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
             const u32 position = i * PAGE_TOKENS + 16 * warp + g + 8 * odd;
             if (t < 2 && position < length) {
                 scores[position] = score;
-                const u32 bin = order_key(score) >> BIN_SHIFT;
-                count_shared(s.bins + bin);
-#if RANGE
-                lowest = min(lowest, bin), highest = max(highest, bin);
-#endif
+                count_shared(s.bins + (order_key(score) >> BIN_SHIFT));
             }
         }
-#if RANGE
-        lowest = __reduce_min_sync(0xFFFFFFFF, lowest), highest = __reduce_max_sync(0xFFFFFFFF, highest);
-        if (lane == 0) atomicMin(s.range, lowest), atomicMax(s.range + 1, highest);
         sync_named(1, 32 * WARPS);
-        MARK(0, 7);
-        flush_bins<32 * WARPS>(s.bins, row_histogram(p, row), s.range[0], s.range[1]);
-        MARK(0, 8);
-        if (stop - from + before == of.end - of.begin) return;
-        sync_named(1, 32 * WARPS);
-        if (threadIdx.x == 0) s.range[0] = BINS - 1, s.range[1] = 0;
-#else
-        sync_named(1, 32 * WARPS);
-        MARK(0, 7);
         flush_bins<32 * WARPS>(s.bins, row_histogram(p, row));
         sync_named(1, 32 * WARPS);
-#endif
-#if FLAG
-        MARK(0, 9);
-        if (threadIdx.x == 0 && length > 0) {
-            __threadfence();
-            atomicAdd(p.counters + row * COUNTERS + PAGES_SCORED, static_cast<i32>(stop - from));
-        }
-#endif
-        MARK(0, 8);
     });
 }
 
@@ -464,7 +260,6 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     using namespace hisparse;
     extern __shared__ __align__(128) u8 dynamic[];
     ScoreShared& s = *reinterpret_cast<ScoreShared*>(dynamic);
-    MARK(0, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             open_barrier(shared_address(s.full + i), 1);
@@ -474,100 +269,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     }
     for (int i = 4 * threadIdx.x; i < BINS; i += 4 * SCORE_THREADS)
         *reinterpret_cast<uint4*>(s.bins + i) = make_uint4(0, 0, 0, 0);
-#if SURE
-    if (threadIdx.x == 0) s.range[0] = BINS - 1, s.range[1] = 0;
-    bool planned = p.batch.size >= 1 && p.batch.size <= 64;
-    Share of = {};
-    const i32* entry = nullptr;
-    if (planned) {
-        if (threadIdx.x >= 32 * WARPS) plan_ahead(p, s);
-        __syncthreads();
-        of = share_of_block(p, s);
-        if (threadIdx.x >= 32 * WARPS) {
-            entry = first_entry(p, s, of);
-            if (entry != nullptr && threadIdx.x % 32 < PREFETCH) {
-                const u32 page = __ldcg(entry);
-                const u8* const from =
-                    p.state.index_keys + (p.group * p.state.key_rows + static_cast<i64>(page) * PAGE_TOKENS) * KEY_ROW;
-                if (page < static_cast<u32>(p.state.key_rows / PAGE_TOKENS))
-                    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(PAGE_BYTES) : "memory");
-            }
-        }
-    }
-#elif PREFETCH
-    if (threadIdx.x >= 32 * WARPS) ask_for_pages(p);
-#endif
-    MARK(32 * WARPS, 1);
     await_last();
-    MARK(0, 2);
     let_next_begin();
-#if SURE
-    // What was read ahead is read again, by each warp: none waits for another where nothing has changed.
-    i32 page = -1;
-    if (planned) {
-        const int lane = threadIdx.x % 32;
-        const i32 real = __ldcg(p.batch.num_real);
-        i64 seats[2], lengths[2];
-        i32 hot[2];
-        if (entry != nullptr) page = __ldcg(entry);
-        bool same = true;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int row = min(2 * lane + j, p.batch.size - 1);
-            const i64 seat = s.seen[row][0];
-            seats[j] = read_ahead(p.batch.seats, row, p.batch.wide_seats);
-            lengths[j] = read_ahead(p.batch.lengths, row, p.batch.wide_lengths);
-            hot[j] = seat >= 0 && seat < p.state.seats ? __ldcg(p.state.hot_slots + seat) : -1;
-        }
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int row = min(2 * lane + j, p.batch.size - 1);
-            same &= seats[j] == s.seen[row][0] && lengths[j] == s.seen[row][1] && (hot[j] >= 0) == (s.seated[row] >= 0);
-        }
-        planned = __all_sync(0xFFFFFFFF, same && real == s.real);
-    }
-    if (!planned) {
-        __syncthreads();
-#elif FAST
-    if (p.batch.size <= 64) {
-        // Two rows a lane of one warp, so that few barriers are passed.
-        const int lane = threadIdx.x;
-        NamedRow named[2] = {};
-        if (lane < 32) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                if (2 * lane + j < p.batch.size) named[j] = named_row(p, 2 * lane + j);
-        }
-        const int seats = min(p.state.seats, HOT_MAX);
-        for (int i = threadIdx.x; i < seats; i += SCORE_THREADS) s.hot_slots[i] = p.state.hot_slots[i];
-        __syncthreads();
-        if (lane < 32) {
-            u64 held[2] = {};
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                if (2 * lane + j >= p.batch.size) continue;
-                const IndexRow at = index_row(
-                    p, named[j], [&](i64 seat) { return seat < HOT_MAX ? s.hot_slots[seat] : p.state.hot_slots[seat]; });
-                s.rows[2 * lane + j] = make_int2(at.seat, at.length);
-                if (at.kind == SCORED)
-                    held[j] = static_cast<u64>((at.length + PAGE_TOKENS - 1) / PAGE_TOKENS) << 32 | units_of(at);
-            }
-            const u32 scored = __popc(__ballot_sync(0xFFFFFFFF, held[0] != 0)) + __popc(__ballot_sync(0xFFFFFFFF, held[1] != 0));
-            u64 inclusive = held[0] + held[1];
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const u64 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
-                if (lane >= step) inclusive += left;
-            }
-            const u64 before = inclusive - held[0] - held[1];
-            if (2 * lane <= p.batch.size) s.first[2 * lane] = before;
-            if (2 * lane + 1 <= p.batch.size) s.first[2 * lane + 1] = before + held[0];
-            if (lane == 31 && p.batch.size == 64) s.first[64] = inclusive;
-            if (lane == 0) s.blocks = sharing_blocks(scored);
-        }
-    } else
-#endif
-    {
     // Hot slots of all seats are asked for beside the rows', not behind them.
     const int seats = min(p.state.seats, HOT_MAX);
     NamedRow named = {};
@@ -594,21 +297,13 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     }
     if (threadIdx.x == 0) {
         s.first[p.batch.size] = carry;
-        s.blocks = sharing_blocks(scored);
-    }
+        // Rows of one length are then cut at their ends, so that few blocks have parts of two.
+        const u32 over = scored > 0 && scored <= gridDim.x ? gridDim.x % scored : 0;
+        s.blocks = gridDim.x - (over <= gridDim.x / 16 ? over : 0);
     }
     __syncthreads();
-#if SURE
-    of = share_of_block(p, s);
-    }
-    if (threadIdx.x < 32 * WARPS)
-        score_pages(p, s, of);
-    else
-        bring_pages(p, s, of, planned, page);
-#else
     if (threadIdx.x < 32 * WARPS)
         score_pages(p, s);
     else
         bring_pages(p, s);
-#endif
 }

@@ -16,20 +16,13 @@
 
 #include "memory.cuh"
 
-#if PROBE
-extern "C" __device__ unsigned probe_times[256 * 16];
-__device__ unsigned probe_times[256 * 16];
-#define MARK(thread, n) do { if (threadIdx.x == (thread)) { unsigned t; asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t) :: "memory"); probe_times[(blockIdx.x + blockIdx.y * gridDim.x) % 256 * 16 + (n)] = t; } } while (0)
-#else
-#define MARK(thread, n) do { } while (0)
-#endif
 namespace hisparse {
 
 constexpr int BIN_SHIFT = 19;
 static_assert(BINS == 1 << (32 - BIN_SHIFT), "a bin is the top bits of an order key");
 static_assert(PAGE_TOKENS % UNIT == 0, "a unit lies in one page");
 
-enum Counter { UNGRANTED_ROW, PAGES_SCORED };
+enum Counter { UNGRANTED_ROW };
 enum Kind { PADDING, REFUSED, IDENTITY, SCORED };
 
 struct IndexRow {
@@ -127,45 +120,11 @@ __device__ __forceinline__ u32 order_key(float score) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Likewise, of bins from `lowest` to `highest`, the only ones that hold anything.
-template <int THREADS> __device__ __forceinline__ void flush_bins(u32* bins, u32* histogram, u32 lowest, u32 highest) {
-    static_assert(BINS == 32 * COARSE_BINS && THREADS % 32 == 0, "eight lanes hold what a coarse bin sums");
-#pragma unroll 1
-    for (u32 i = lowest / 128 * 32 + threadIdx.x; i / 32 <= highest / 128; i += THREADS) {
-        const uint4 held = reinterpret_cast<const uint4*>(bins)[i];
-        u32 sum = held.x + held.y + held.z + held.w;
-        if (sum != 0) {
-            reinterpret_cast<uint4*>(bins)[i] = make_uint4(0, 0, 0, 0);
-            if (held.x) atomicAdd(histogram + 4 * i, held.x);
-            if (held.y) atomicAdd(histogram + 4 * i + 1, held.y);
-            if (held.z) atomicAdd(histogram + 4 * i + 2, held.z);
-            if (held.w) atomicAdd(histogram + 4 * i + 3, held.w);
-        }
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
-        if (threadIdx.x % 8 == 0 && sum != 0) atomicAdd(histogram + BINS + i / 8, sum);
-    }
-}
-
 // Add what `bins` holds to the row's histogram, and empty them. Whole warps, THREADS in all.
 template <int THREADS> __device__ __forceinline__ void flush_bins(u32* bins, u32* histogram) {
     static_assert(BINS == 32 * COARSE_BINS && THREADS % 32 == 0, "eight lanes hold what a coarse bin sums");
-#if FAST
-    constexpr int AHEAD = BINS / 4 % THREADS == 0 ? BINS / 4 / THREADS : 1;
-    uint4 ahead[AHEAD];
-    if (AHEAD > 1) {
-#pragma unroll
-        for (int j = 0; j < AHEAD; ++j) ahead[j] = reinterpret_cast<const uint4*>(bins)[threadIdx.x + j * THREADS];
-    }
-#pragma unroll
-    for (int j = 0; j < (BINS / 4 + THREADS - 1) / THREADS; ++j) {
-        const int i = threadIdx.x + j * THREADS;
-        if (AHEAD == 1 && i >= BINS / 4) break;
-        const uint4 held = AHEAD > 1 ? ahead[j % AHEAD] : reinterpret_cast<const uint4*>(bins)[i];
-#else
     for (int i = threadIdx.x; i < BINS / 4; i += THREADS) {
         const uint4 held = reinterpret_cast<const uint4*>(bins)[i];
-#endif
         u32 sum = held.x + held.y + held.z + held.w;
         if (__any_sync(0xFFFFFFFF, sum != 0) == 0) continue;
         if (sum != 0) {

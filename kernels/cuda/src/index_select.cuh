@@ -144,20 +144,6 @@ __device__ __forceinline__ Cut row_cut(const u32* histogram, u32 k) {
     return {highest - fine.bin, coarse.above + fine.above, fine.inside};
 }
 
-// Likewise, by the block's first warp for all; a barrier must follow before `s.cut` is written again.
-__device__ __forceinline__ Cut block_cut(const u32* histogram, u32 k, SelectShared& s) {
-#if LEAN
-    if (threadIdx.x < 32) {
-        const Cut cut = row_cut(histogram, k);
-        if (threadIdx.x == 0) s.cut = cut;
-    }
-    __syncthreads();
-    return s.cut;
-#else
-    return row_cut(histogram, k);
-#endif
-}
-
 // Scores of TILE positions, 32 apart in each lane; NaN behind the end.
 struct Tile {
     float scores[READS];
@@ -358,14 +344,6 @@ __device__ __forceinline__ void load_neighbours(float (&scores)[EACH], const Par
 // The chosen of EACH neighbours, bits of `chosen`, in order behind `before` others.
 __device__ __forceinline__ void write_neighbours(u32 chosen, u32 first, u32 before, u32 k, i32* out) {
     u32 place = before;
-#if WRITE
-#pragma unroll
-    for (u32 i = 0; i < EACH; ++i) {
-        if (chosen >> i & 1 && place < k) out[place] = static_cast<i32>(first + i);
-        place += chosen >> i & 1;
-    }
-    return;
-#endif
 #pragma unroll 1
     for (u32 bits = chosen; bits; bits &= bits - 1, ++place)
         if (place < k) out[place] = static_cast<i32>(first + __ffs(static_cast<int>(bits)) - 1);
@@ -377,8 +355,7 @@ __device__ __forceinline__ bool choose_apart(const IndexTopk& p, int row, const 
     float scores[EACH];
     load_neighbours(scores, part, first);
     const bool granted = __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0;
-    const Cut cut = block_cut(row_histogram(p, row), k, s);
-    MARK(0, 3);
+    const Cut cut = row_cut(row_histogram(p, row), k);
     if (!granted || cut.bin < REAL_BINS || cut.inside > EDGES) return false;
     const float low = score_of(cut.bin << BIN_SHIFT), high = score_of((cut.bin + 1) << BIN_SHIFT);
     const u32 flip = low < 0 ? 0xFFFFFFFF : 0x80000000;
@@ -403,16 +380,12 @@ __device__ __forceinline__ bool choose_apart(const IndexTopk& p, int row, const 
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i)
         if (edge >> i & 1) *to++ = rank_of(__float_as_uint(scores[i]) ^ flip, first + i);
-    MARK(0, 4);
     sync_cluster();
-    MARK(0, 8);
     empty_histogram(p, row, part);
     const u32 sure_before = gather_edges(part, s);
-    MARK(0, 5);
     const u64 bar = find_bar<false>(part, cut.bin, cut.inside, k - cut.above, s, [&](auto f) {
         for (u32 i = threadIdx.x; i < cut.inside; i += SELECT_THREADS) f(s.listed[i]);
     });
-    MARK(0, 6);
     u32 before = 0, total;
     for (u32 i = threadIdx.x; i < cut.inside; i += SELECT_THREADS)
         before += s.listed[i] >= bar && position_of(s.listed[i]) < part.begin;
@@ -424,7 +397,6 @@ __device__ __forceinline__ bool choose_apart(const IndexTopk& p, int row, const 
     const u32 ahead = sum_ahead(__popc(chosen), s.sums, total);
     write_neighbours(chosen, first, sure_before + s.before + ahead, k, p.topk_out + static_cast<i64>(row) * k);
     cluster_wait();
-    MARK(0, 7);
     return true;
 }
 
@@ -434,8 +406,7 @@ __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const 
     float scores[EACH];
     load_neighbours(scores, part, first);
     const bool granted = __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0;
-    const Cut cut = block_cut(row_histogram(p, row), k, s);
-    MARK(0, 3);
+    const Cut cut = row_cut(row_histogram(p, row), k);
     if (!granted || cut.bin < REAL_BINS) return false;
     u32 wanted = k - cut.above, inside = cut.inside;
     float low = score_of(cut.bin << BIN_SHIFT), high = score_of((cut.bin + 1) << BIN_SHIFT);
@@ -445,11 +416,7 @@ __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const 
         for (u32 i = 0; i < EACH; ++i) {
             const u32 bin = (__float_as_uint(scores[i]) ^ flip) >> (BIN_SHIFT - FINE_BITS) & ((1u << FINE_BITS) - 1);
             const bool is_edge = scores[i] >= low && !(scores[i] >= high);
-#if LEAN
-            count_shared_if(is_edge, s.bins + bin);
-#else
             count_shared(s.bins + (is_edge ? bin : 1u << FINE_BITS));  // a branch would take longer
-#endif
         }
         __syncthreads();
         u32 counts[FINE_EACH];
@@ -460,7 +427,6 @@ __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const 
         low = score_of(prefix << (BIN_SHIFT - FINE_BITS)), high = score_of((prefix + 1) << (BIN_SHIFT - FINE_BITS));
         wanted -= fine.above, inside = fine.inside;
     }
-    MARK(0, 4);
     if (inside > wanted && inside > 32) return false;
     u32 chosen = 0, level = 0;
 #pragma unroll
@@ -490,11 +456,8 @@ __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const 
     }
     u32 total;
     const u32 ahead = sum_ahead(__popc(level), s.sums, total);
-    MARK(0, 5);
     write_neighbours(level, first, ahead, k, p.topk_out + static_cast<i64>(row) * k);
-    MARK(0, 6);
     empty_histogram(p, row, part);
-    MARK(0, 7);
     return true;
 }
 
@@ -507,7 +470,7 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     Tile tile;
     if (first < part.end) tile.load(part.scores, first, part.end);
     const bool granted = __ldcg(counters + UNGRANTED_ROW) == 0;
-    const Cut cut = block_cut(histogram, k, s);
+    const Cut cut = row_cut(histogram, k);
     const bool again = cut.inside > EDGES || cut.bin < REAL_BINS || part.length > part.ranks * WINDOW;
     if (granted && !again) mark_and_list(part, cut.bin, tile, first, s);
     sync_row(part);
@@ -542,13 +505,6 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     if (part.ranks > 1) cluster_wait();
 }
 
-// Has the launch behind this one begin behind the one ahead, too.
-__device__ __forceinline__ void await_end() {
-#if FLAG
-    await_last();
-#endif
-}
-
 // A row that needs no scores, by one block.
 __device__ __forceinline__ void write_plain(const IndexTopk& p, int row, const IndexRow& at) {
     int sound = at.kind == IDENTITY;
@@ -571,34 +527,18 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, 1)
     extern __shared__ u8 dynamic[];
     SelectShared& s = *reinterpret_cast<SelectShared*>(dynamic);
     const int row = static_cast<int>(blockIdx.y);
-    MARK(0, 0);
     let_next_begin();
     if (threadIdx.x == 0) s.found = s.sure = s.before = s.compared = 0;
     for (u32 i = threadIdx.x; i < 1 << FINE_BITS; i += SELECT_THREADS) s.bins[i] = 0;
-#if QUICK
-    const IndexRow at = index_row(p, row);
-#endif
     u32 ahead = 0, units;
     for (int i = threadIdx.x; i < row; i += SELECT_THREADS) ahead += units_of(index_row(p, i));
     sum_ahead(ahead, s.sums, units);
-#if !QUICK
     const IndexRow at = index_row(p, row);
-#endif
     const u32 length = static_cast<u32>(at.length);
     const bool fits = (static_cast<i64>(units) + units_of(at)) * UNIT <= p.capacity;
     const u32 ranks = at.kind == SCORED && length > SOLO ? gridDim.x : 1, rank = blockIdx.x;
     if (rank >= ranks) return;
-    MARK(0, 1);
-#if FLAG
-    // Scores are there once all pages were counted: the grid that makes them need not have ended.
-    if (at.kind == SCORED && fits) {
-        const i32 pages = (at.length + PAGE_TOKENS - 1) / PAGE_TOKENS;
-        if (threadIdx.x == 0)
-            while (load_acquire(p.counters + row * COUNTERS + PAGES_SCORED) < pages) {}
-    } else
-#endif
     await_last();
-    MARK(0, 2);
     if (at.kind != SCORED || !fits) {
         if (rank == 0) write_plain(p, row, fits ? at : IndexRow{at.seat, at.length, REFUSED});
         return;
@@ -608,10 +548,9 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, 1)
                     min(rank * each + each, length), rank, ranks};
     __syncthreads();
     if (length <= ranks * SPAN) {
-        if (ranks > 1 ? choose_apart(p, row, part, s) : choose_short(p, row, part, s)) return await_end();
+        if (ranks > 1 ? choose_apart(p, row, part, s) : choose_short(p, row, part, s)) return;
         __syncthreads();
         if (threadIdx.x == 0) s.compared = 0;
     }
     choose(p, row, part, s);
-    await_end();
 }

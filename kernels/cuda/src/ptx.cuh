@@ -134,14 +134,6 @@ __device__ __forceinline__ void count_shared(u32* word) {
     asm volatile("red.shared::cta.add.u32 [%0], 1;" ::"r"(shared_address(word)) : "memory");
 }
 
-// Likewise where `condition` holds, without a branch.
-__device__ __forceinline__ void count_shared_if(bool condition, u32* word) {
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p red.shared::cta.add.u32 [%1], 1; }" ::"r"(
-                     static_cast<u32>(condition)),
-                 "r"(shared_address(word))
-                 : "memory");
-}
-
 // Sets bits of a word in shared memory, without a branch.
 __device__ __forceinline__ void set_bits_if(bool condition, u32* word, u32 bits) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p red.shared::cta.or.b32 [%1], %2; }" ::"r"(
