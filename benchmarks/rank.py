@@ -37,12 +37,15 @@ from torch import Tensor
 from benchmarks import decode
 from benchmarks.decode import Cell, bytes_of, make_pool, run
 from benchmarks.index_topk import copy_bytes_per_us, operations_per_us
-from benchmarks.rank_floor import Links, floor_ms, parts_of
+from benchmarks.rank_floor import BF16_BYTES, Links, floor_ms, parts_of
 from benchmarks.swap_in import machine
+from kernels.block_fp8 import quantize_rows
+from kernels.expert_choice import state_bytes
 from protocol.config_checks import MATMULS, WEIGHT_ONLY
 from worker.runners import transformers_dsa
-from worker.runners.synthetic import synthetic_runner
+from worker.runners.synthetic import synthetic_matmul, synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
+from worker.weights.layout import exchanged_row_bytes
 from worker.weights.synth import published_config
 
 FAMILY: Final = "deepseek-v3.2"
@@ -71,18 +74,19 @@ class SynthesisedRanks:
     at: int = 0
 
     @classmethod
-    def draw(cls, config: Any, size: int, rows_max: int, device: str) -> SynthesisedRanks:
-        """Rows of hidden states of variance 1, each with distinct experts chosen at random."""
-        from worker.weights.layout import exchanged_row_bytes
-
+    def draw(cls, config: Any, size: int, rows_max: int, device: str, *, quantized: bool = False) -> SynthesisedRanks:
+        """Rows of hidden states of variance 1, each with distinct experts chosen at random. `quantized`: as e4m3."""
         count, choices, hidden = 2 * size * rows_max, config.num_experts_per_tok, config.hidden_size
-        rows = torch.zeros(count, exchanged_row_bytes(2 * hidden, choices), dtype=torch.uint8, device=device)
-        values = torch.randn(count, hidden, device=device, dtype=torch.bfloat16)
+        row_bytes = exchanged_row_bytes(state_bytes(hidden, 1 if quantized else 2), choices)
+        rows = torch.zeros(count, row_bytes, dtype=torch.uint8, device=device)
+        values = [torch.randn(count, hidden, device=device, dtype=torch.bfloat16)]
+        if quantized:
+            values = list(quantize_rows(values[0], powers=True))
         scores = torch.rand(count, config.n_routed_experts, device=device)
         chosen = scores.topk(choices, dim=1).indices.int()
         weights = torch.full((count, choices), config.routed_scaling_factor / choices, device=device)
         at = 0
-        for part in (values, chosen, weights):
+        for part in (*values, chosen, weights):
             as_bytes = part.contiguous().view(torch.uint8)
             rows[:, at : at + as_bytes.shape[1]] = as_bytes
             at += as_bytes.shape[1]
@@ -153,13 +157,14 @@ def measured(
     config: Any,
     of: int,
     rates: Rates,
+    links: Links,
     kernels_shown: int = 0,
 ) -> dict[str, Any]:
     """What benchmarks.decode measures of one cell, and its floor."""
     row = asdict(cell) | run(cell, runner, pool, hot_slots, kernels_shown=kernels_shown)
     misses = 0.0 if row["hit_rate"] is None else (1 - row["hit_rate"]) * config.index_topk
     parts = parts_of(config, runner.geometry, rows=cell.concurrency, of=of, context=cell.context)
-    link_ms = Links(of).step_ms(config, cell.concurrency)
+    link_ms = links.step_ms(config, cell.concurrency)
     missed = misses * cell.concurrency * runner.geometry.row_bytes * config.num_hidden_layers
     floor = floor_ms(parts, rates.copy_bytes_per_us, rates.operations_per_us)
     wanted = cell.concurrency * -(-cell.context // 64) * runner.geometry.page_bytes
@@ -201,7 +206,8 @@ def main() -> None:
     began = time.monotonic()
     rates = {"copy_bytes_per_us": copy_bytes_per_us(), "operations_per_us": operations_per_us()}
     config = published_config(FAMILY, layers=options.layers)
-    ranks = SynthesisedRanks.draw(config, options.of, ROWS_MOST, "cuda")
+    is_quantized = synthetic_matmul(options.matmul, device="cuda", fp8=True).quantizes_rows
+    ranks = SynthesisedRanks.draw(config, options.of, ROWS_MOST, "cuda", quantized=is_quantized)
     runner = synthetic_runner(
         config, kv_dtype="fp8", fp8=True, matmul=options.matmul, collectives=ranks, rows_max=ROWS_MOST
     )
@@ -211,6 +217,7 @@ def main() -> None:
     found = Rates(**rates, dma_bytes_per_us=dma_bytes_per_us(pool))
     torch.cuda.empty_cache()
     budget = torch.cuda.mem_get_info()[0] - RESERVED_BYTES
+    links = Links(options.of, row_value_bytes=1 if is_quantized else BF16_BYTES)
     setting = {
         "of": options.of,
         "layers": config.num_hidden_layers,
@@ -221,7 +228,7 @@ def main() -> None:
         "index_row_bytes": runner.geometry.index_row_bytes,
         "pool_gib": options.pool_gib,
         "rates": asdict(found),
-        "links": asdict(Links(options.of)),
+        "links": asdict(links),
     }
     print(f"set up in {time.monotonic() - began:.1f} s: {setting}", flush=True)
     rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
@@ -235,7 +242,7 @@ def main() -> None:
             break
         prepared = [cell.concurrency, options.of * cell.concurrency]
         with patch.object(transformers_dsa, "PREPARED_ROWS", prepared), patch.object(decode, "STEPS", STEPS):
-            row = measured(cell, runner, pool, options.hot_slots, config, options.of, found, options.kernels)
+            row = measured(cell, runner, pool, options.hot_slots, config, options.of, found, links, options.kernels)
         print(show(row), flush=True)
         rows.append(row)
         options.out.parent.mkdir(parents=True, exist_ok=True)

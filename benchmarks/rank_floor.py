@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kernels.expert_choice import state_bytes
 from kernels.layout import Geometry
 from worker.weights.layout import exchanged_row_bytes, has_experts, has_indexer
 
@@ -24,11 +25,13 @@ class Part(NamedTuple):
 class Links:
     """A model of the exchange among `ranks` GPUs of one node: each collective takes `latency_us`, and the bytes that a
     rank receives at `bytes_per_us`. The defaults are NVLink 4's 450 GB/s a direction at three quarters, and a latency
-    that small NCCL collectives of eight GPUs usually show; neither was measured here."""
+    that small NCCL collectives of eight GPUs usually show; neither was measured here. A value of a row on its way to
+    experts has `row_value_bytes`, 1 of a quantized one; on its way back two."""
 
     ranks: int
     latency_us: float = 12.0
     bytes_per_us: float = 337_500.0
+    row_value_bytes: int = BF16_BYTES
 
     def step_ms(self, config: Any, rows: int) -> float:
         """Of all collectives of a decode step of `rows` rows a rank: an all-gather and an all-to-all a mixture."""
@@ -39,7 +42,8 @@ class Links:
         """Of the collectives of one mixture."""
         if self.ranks == 1:
             return 0.0
-        gathered = exchanged_row_bytes(config.hidden_size * BF16_BYTES, config.num_experts_per_tok)
+        state = state_bytes(config.hidden_size, self.row_value_bytes)
+        gathered = exchanged_row_bytes(state, config.num_experts_per_tok)
         received = (self.ranks - 1) * rows * (gathered + config.hidden_size * BF16_BYTES)
         return float((2 * self.latency_us + received / self.bytes_per_us) / 1e3)
 

@@ -173,7 +173,7 @@ def block_gated_w8a8(gate: Tensor, up: Tensor, weight: BlockFp8, *, powers: bool
 
 
 def block_experts_w8a8(
-    hidden: Tensor,
+    hidden: Tensor | quantize.Codes,
     chosen: Tensor,
     weights: Tensor,
     gate_up: BlockFp8,
@@ -185,8 +185,8 @@ def block_experts_w8a8(
     out: Tensor | None = None,
 ) -> Tensor:
     """Do block_experts with the rows of both products quantized; `gate_up` [E, 2 I, K] has gate above up, I in whole
-    blocks. A token chooses an expert once."""
-    if _launches(hidden):
+    blocks. A token chooses an expert once. On a GPU `hidden` may be quantized already, by the same `powers`."""
+    if isinstance(hidden, quantize.Codes) or _launches(hidden):
         total = experts_total or len(down.values)
         return deep_gemm.experts(hidden, chosen, weights, gate_up, down, first_expert, total, powers=powers, out=out)
     gate, up = halves(gate_up)

@@ -11,6 +11,15 @@ from typing import Any, Final
 #: Of one choice of an expert in an exchange: its number, int32, and its weight, float32.
 NUMBER_BYTES: Final = 4
 CHOICE_BYTES: Final = 8
+#: Values of a hidden state that share a scale, float32, where it travels as e4m3.
+SCALED_VALUES: Final = 128
+SCALE_BYTES: Final = 4
+
+
+def state_bytes(width: int, value_bytes: int) -> int:
+    """Bytes of a hidden state of `width` values; with the scales of e4m3 where a value has one byte."""
+    scales = -(-width // SCALED_VALUES) if value_bytes == 1 else 0
+    return width * value_bytes + SCALE_BYTES * scales
 
 
 @dataclass(frozen=True)

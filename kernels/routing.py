@@ -5,6 +5,7 @@ that bits are the library's. On a GPU rows are written and read where they trave
 (kernels/cuda/pointwise.py), the choice writes there, experts read there, and parts are added by the norm that follows.
 
 Bytes of a row are its hidden state, its k choices int32, and their weights float32: [T, row_bytes], the rest unused.
+States for experts that quantize their rows are quantized before they travel: e4m3, and the scales behind it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.expert_choice import CHOICE_BYTES, NUMBER_BYTES, ExpertChoice
+from kernels.block_weight import E4M3
+from kernels.cuda.quantize import Codes
+from kernels.expert_choice import CHOICE_BYTES, NUMBER_BYTES, ExpertChoice, state_bytes
 
 
 class ExchangedRows(NamedTuple):
@@ -23,6 +26,7 @@ class ExchangedRows(NamedTuple):
     hidden: Tensor  # [T, K]
     chosen: Tensor  # int32[T, k]
     weights: Tensor  # float32[T, k]
+    scales: Tensor | None = None  # float32[T, K / 128] of e4m3
 
 
 def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -47,12 +51,14 @@ def choose_experts(
     return routing.choose_experts(logits, bias, choice, real, places)
 
 
-def pack_rows(hidden: Tensor, chosen: Tensor, weights: Tensor, packed: Tensor) -> None:
+def pack_rows(hidden: Tensor | Codes, chosen: Tensor, weights: Tensor, packed: Tensor) -> None:
     """Write rows `hidden` [n, K], `chosen` int[n, k] and `weights` [n, k] to `packed` uint8[T, row_bytes], n <= T; rows
     behind them choose -1."""
-    count = len(hidden)
-    own = exchanged_rows(packed, hidden.shape[1], hidden.dtype, chosen.shape[1])
-    own.hidden[:count], own.chosen[:count], own.weights[:count] = hidden, chosen, weights
+    states, count = hidden.values if isinstance(hidden, Codes) else hidden, len(chosen)
+    own = exchanged_rows(packed, states.shape[1], states.dtype, chosen.shape[1])
+    own.hidden[:count], own.chosen[:count], own.weights[:count] = states, chosen, weights
+    if isinstance(hidden, Codes) and own.scales is not None:
+        own.scales[:count] = hidden.scales
     own.chosen[count:].fill_(-1)
 
 
@@ -61,15 +67,16 @@ def unpack_rows(packed: Tensor, width: int, dtype: torch.dtype, choices: int) ->
     found = exchanged_rows(packed, width, dtype, choices)
     if packed.is_cuda:
         return found
-    return ExchangedRows(found.hidden.contiguous(), found.chosen.long(), found.weights.contiguous())
+    return ExchangedRows(found.hidden.contiguous(), found.chosen.long(), found.weights.contiguous(), found.scales)
 
 
 def exchanged_rows(packed: Tensor, width: int, dtype: torch.dtype, choices: int) -> ExchangedRows:
     """Rows of `packed` uint8[T, row_bytes], by view."""
-    values = width * dtype.itemsize
-    ids, end = values + NUMBER_BYTES * choices, values + CHOICE_BYTES * choices
-    hidden, chosen = packed[:, :values].view(dtype), packed[:, values:ids].view(torch.int32)
-    return ExchangedRows(hidden, chosen, packed[:, ids:end].view(torch.float32))
+    values, state = width * dtype.itemsize, state_bytes(width, dtype.itemsize)
+    ids, end = state + NUMBER_BYTES * choices, state + CHOICE_BYTES * choices
+    hidden, chosen = packed[:, :values].view(dtype), packed[:, state:ids].view(torch.int32)
+    scales = packed[:, values:state].view(torch.float32) if dtype == E4M3 else None
+    return ExchangedRows(hidden, chosen, packed[:, ids:end].view(torch.float32), scales)
 
 
 def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -37,13 +37,14 @@ from typing import Any, Final
 
 import trio
 
-from benchmarks.rank_floor import Links
+from benchmarks.rank_floor import BF16_BYTES, Links
 from benchmarks.serve.load import Load, Pace, run_cell
 from benchmarks.serve.model import Spec, config_of, ranks_of
 from benchmarks.serve.needs import GIB, POOL_BYTES_MAX, Machine, Needs, TooLittleError, check, needs_of
 from benchmarks.serve.report import joined, line, picture, tables, write_csv
 from benchmarks.serve.service import Service, configured, control_of, journal_of, running
 from benchmarks.serve.workloads import WORKLOADS, Asked, Cell, cells_of
+from protocol.config_checks import WEIGHT_ONLY
 from protocol.errors import HiSparseError
 from protocol.settings import Config, WorkerSettings
 from protocol.units import PAGE_TOKENS
@@ -100,6 +101,8 @@ class Run:
         self.cells = [it.cell for it in self.asked]
         self.kv_dtype = "bfloat16" if self.tiny else "fp8"
         self.chosen = dict(it.split("=", 1) for it in options.settings)
+        is_quantized = self.chosen.get("worker.matmul", WorkerSettings().matmul) != WEIGHT_ONLY
+        self.links = Links(self.ranks, row_value_bytes=1 if is_quantized else BF16_BYTES)
         self.config = config_of(options.layers, tiny=self.tiny)
         self.found: dict[str, Any] = {"runs": [], "rows": []}
         if options.out.exists():
@@ -200,7 +203,7 @@ class Run:
             "distinct_gib": has.host_pages * has.page_bytes / GIB,
             "wanted_gib": needs.pages_wanted * needs.page_bytes / GIB,
             "set": self.chosen,
-            "links": asdict(Links(self.ranks)),
+            "links": asdict(self.links),
             "start_s": round(start_s, 1),
         }
         print(f"setting: {json.dumps(setting)}", flush=True)
@@ -218,7 +221,7 @@ class Run:
 
     async def run_cell(self, service: Service, cell: Cell, pace: Pace, number: int) -> list[dict[str, Any]]:
         """Run a cell; its failure does not end the others."""
-        link_ms = partial(Links(self.ranks).step_ms, self.config)
+        link_ms = partial(self.links.step_ms, self.config)
         seed, reuses = f"{cell.name} {number}", not self.options.no_prefix_reuse
         load = Load(service, cell, seed, self.config.vocab_size, link_ms, self.config.num_hidden_layers, reuses)
         try:

@@ -44,7 +44,7 @@ from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.prompts import Prompts
 from worker.loop.swap import StagedRows
 from worker.runners.base import arithmetic, prefix_unit_tokens
-from worker.runners.synthetic import synthetic_runner
+from worker.runners.synthetic import synthetic_matmul, synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
 
 #: Between two looks at the control file, and two writes of the journal.
@@ -176,13 +176,14 @@ def runner_of(spec: Spec, settings: WorkerSettings) -> TransformersRunner:
     """Return a runner as worker.process.load_runner does, with random weights."""
     config = spec.config
     most = rows_max(settings)
+    is_quantized = synthetic_matmul(settings.matmul, device=settings.device, fp8=spec.fp8).quantizes_rows
     runner = synthetic_runner(
         config,
         device=settings.device,
         kv_dtype=settings.kv_dtype,
         fp8=spec.fp8,
         matmul=settings.matmul,
-        collectives=SynthesisedRanks.draw(config, spec.ranks, most, settings.device),
+        collectives=SynthesisedRanks.draw(config, spec.ranks, most, settings.device, quantized=is_quantized),
         rows_max=most,
         after_index_topk=Overlapping(config.index_topk, spec.overlap, settings.device),
     )

@@ -51,7 +51,7 @@ EXPERT_TILES: Final = {
     UNBOUNDED: (Tiles(64, 64, 4, 3, 2), Tiles(256, 64, 8, 3, 1)),
 }
 #: Tokens of one piece of a prompt: bounds what its experts' rows take.
-PIECE_TOKENS: Final = 2048
+PIECE_TOKENS: Final = 4096
 #: Values of one matrix and of all rows of a product: kernels count them in 32 bits.
 VALUES_MAX: Final = 2**31 - 1
 SPLITS_MAX: Final = 16

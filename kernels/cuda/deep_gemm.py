@@ -46,14 +46,17 @@ CAPABILITY: Final = 9
 EXTRAS: Final = {"2.11": "deepgemm-torch211", "2.13": "deepgemm-torch213"}
 #: Rows of weights, in whole parts: 16 bytes of a result.
 WEIGHT_ROWS: Final = 8
-#: Counts of rows of a dense product: these, multiples of FEW up to MANY, multiples of MANY_STEP beyond.
-SMALL_COUNTS: Final = (16, 32)
-FEW, MANY, MANY_STEP = 64, 512, 128
+#: Counts of rows of a dense product: these, multiples of FEW up to MANY, multiples of MANY_STEP beyond. More counts ask
+#: for more kernels, and for some counts the library chooses a slower kernel than for the next (benchmarks/NOTES.md).
+SMALL_COUNTS: Final = (16, 64)
+FEW, MANY, MANY_STEP = 128, 512, 256
 #: Tiles of tokens of experts: where an expert may expect EXPECTED_FEW rows at most, and beyond.
 ROWS_FEW, ROWS_MANY = 64, 128
 EXPECTED_FEW: Final = 32
-#: Tokens of one piece of a prompt: bounds what its experts' rows take.
-PIECE_TOKENS: Final = 2048
+#: Rows of an expert beyond which the library is told of no more: it has no faster kernel for them.
+EXPECTED_MOST: Final = 64
+#: Tokens of all ranks in one piece of a prompt: bounds what its experts' rows take.
+PIECE_TOKENS: Final = 16_384
 #: Share of its norm by which the probe's product may differ from torch's: results are rounded to bfloat16.
 PROBE_ERROR_MOST: Final = 1e-2
 
@@ -163,8 +166,8 @@ def padded_counts(rows_max: int) -> Sequence[int]:
 
 
 def expected_rows(assignments: int, experts_total: int) -> int:
-    """Rows that the library is told to expect of each expert: a power of two."""
-    return power_of_two(max(1, -(-assignments // experts_total)))
+    """Rows that the library is told to expect of each expert: a power of two, EXPECTED_MOST at most."""
+    return min(EXPECTED_MOST, power_of_two(max(1, -(-assignments // experts_total))))
 
 
 def expert_counts(choices: int, experts_total: int) -> Sequence[int]:
@@ -202,7 +205,7 @@ def product(rows: quantize.Quantized, weight: BlockFp8) -> Tensor:
 
 
 def experts(
-    hidden: Tensor,
+    hidden: Tensor | quantize.Codes,
     chosen: Tensor,
     shares: Tensor,
     gate_up: BlockFp8,
@@ -216,22 +219,55 @@ def experts(
 ) -> Tensor:
     """Output bfloat16[T, K]: as kernels.block_fp8.block_experts_w8a8, with gate above up in one weight [E, 2 I, K].
 
+    Quantized rows may lie apart, with scales [T, blocks] whose rows lie apart too.
     `multiple`: tile of tokens other than this module's choice, for measurements.
     """
-    middle = gate_up.values.shape[1] // 2
     if out is None:
-        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    for start in range(0, len(hidden), PIECE_TOKENS):
-        piece = slice(start, start + PIECE_TOKENS)
-        expected = expected_rows(chosen[piece].numel(), experts_total)
-        tile = multiple or (ROWS_FEW if expected <= EXPECTED_FEW else ROWS_MANY)
-        placed = quantize.place(chosen[piece], first, len(down.values), multiple=tile)
-        rows = quantize.quantize(hidden[piece], powers=powers, placed=placed)
-        both = grouped(rows, gate_up, placed, expected, tile)
-        gated_rows = quantize.quantize_gated(both[:, :middle], both[:, middle:], powers=powers, placed=placed)
-        products = grouped(gated_rows, down, placed, expected, tile)
-        quantize.add_rows(products, placed, shares[piece], out[piece])
+        out = torch.empty(len(chosen), down.values.shape[1], dtype=torch.bfloat16, device=chosen.device)
+    for part in pieces(len(chosen)):
+        rows = _part_of(hidden, part), chosen[part], shares[part]
+        _add_piece(*rows, gate_up, down, first, experts_total, out[part], powers=powers, multiple=multiple)
     return out
+
+
+def pieces(tokens: int) -> Sequence[slice]:
+    """Pieces of PIECE_TOKENS at most, as equal as can be."""
+    size = -(-tokens // max(1, -(-tokens // PIECE_TOKENS)))
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
+
+
+def _part_of(rows: Tensor | quantize.Codes, part: slice) -> Tensor | quantize.Codes:
+    if isinstance(rows, quantize.Codes):
+        return quantize.Codes(rows.values[part], rows.scales[part], rows.powers)
+    return rows[part]
+
+
+def _add_piece(
+    hidden: Tensor | quantize.Codes,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: BlockFp8,
+    down: BlockFp8,
+    first: int,
+    experts_total: int,
+    out: Tensor,
+    *,
+    powers: bool,
+    multiple: int,
+) -> None:
+    """Write the sums of one piece of tokens. What is no longer read makes room for what follows."""
+    middle, expected = gate_up.values.shape[1] // 2, expected_rows(chosen.numel(), experts_total)
+    tile = multiple or (ROWS_FEW if expected <= EXPECTED_FEW else ROWS_MANY)
+    placed = quantize.place(chosen, first, len(down.values), multiple=tile)
+    if isinstance(hidden, quantize.Codes):
+        rows = quantize.spread(hidden, placed)
+    else:
+        rows = quantize.quantize(hidden, powers=powers, placed=placed)
+    both = grouped(rows, gate_up, placed, expected, tile)
+    del rows
+    gated_rows = quantize.quantize_gated(both[:, :middle], both[:, middle:], powers=powers, placed=placed)
+    del both
+    quantize.add_rows(grouped(gated_rows, down, placed, expected, tile), placed, shares, out)
 
 
 def grouped(rows: quantize.Quantized, weight: BlockFp8, placed: quantize.Placed, expected: int, tile: int) -> Tensor:

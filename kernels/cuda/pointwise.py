@@ -39,15 +39,18 @@ def join_norm(
     added: Tensor | None,
     weight: Tensor | None,
     eps: float,
-    also: Tensor | None = None,
+    also: Tensor | Codes | None = None,
     codes: Codes | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """values [..., n] + (sum of `parts` [R, M, n] + `added` [..., n]), and rms_norm of that; None without a `weight`.
+    The sum goes `into`, contiguous, where it is given.
 
     Parts are added in their order in float32; what comes of them, each further sum and the whole are rounded to the
-    dtype of `values`. `also` [M, n], rows of any distance, receives the norm too, `codes` as of rms_norm.
+    dtype of `values`. `also` [M, n], rows of any distance, receives the norm too, or where it is Codes the same as
+    `codes`, of rms_norm.
     """
-    total = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    total = torch.empty(values.shape, dtype=values.dtype, device=values.device) if into is None else into
     out = None if weight is None else torch.empty_like(total)
     _norm(values, parts, added, weight, total, out, also, codes, eps)
     return total, out
@@ -60,7 +63,7 @@ def _norm(
     weight: Tensor | None,
     total: Tensor | None,
     out: Tensor | None,
-    also: Tensor | None,
+    also: Tensor | Codes | None,
     codes: Codes | None,
     eps: float,
 ) -> None:
@@ -71,7 +74,9 @@ def _norm(
         return
     if parts is not None and parts.stride()[1:] != (size, 1):
         parts = parts.contiguous()
-    padded = power_of_two(size)
+    padded, beside = power_of_two(size), also if isinstance(also, Codes) else None
+    other = also.values if isinstance(also, Codes) else also
+    powers = next((one.powers for one in (codes, beside) if one is not None), False)
     number, part_stride = (0, 0) if parts is None else (len(parts), parts.stride(0))
     triton_unit("pointwise_triton").join_norm[(len(rows),)](
         rows,
@@ -81,21 +86,24 @@ def _norm(
         rows if weight is None else weight,
         rows if total is None else total,
         rows if out is None else out,
-        rows if also is None else also,
+        rows if other is None else other,
         rows if codes is None else codes.values,
         rows if codes is None else codes.scales,
+        rows if beside is None else beside.scales,
         rows.stride(0),
-        0 if also is None else also.stride(0),
+        0 if other is None else other.stride(0),
         0 if codes is None else codes.scales.stride(1),
+        0 if beside is None else beside.scales.stride(0),
         eps,
         SIZE=size,
         SIZE_PADDED=padded,
         PARTS=number,
         ADDS=added is not None,
         NORMS=weight is not None,
-        ALSO=also is not None,
+        ALSO=other is not None and beside is None,
         QUANTIZES=codes is not None,
-        POWERS=codes is not None and codes.powers,
+        ALSO_CODES=beside is not None,
+        POWERS=powers,
         num_warps=max(1, min(WARPS_MAX, padded // VALUES_PER_WARP)),
         **launch_options(values.device),
     )

@@ -28,9 +28,11 @@ def join_norm(
     also,
     codes,
     scales,
+    also_scales,
     row_stride,
     also_stride,
     span,
+    also_scale_stride,
     eps,
     SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
@@ -39,11 +41,12 @@ def join_norm(
     NORMS: tl.constexpr,
     ALSO: tl.constexpr,
     QUANTIZES: tl.constexpr,
+    ALSO_CODES: tl.constexpr,
     POWERS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per row of SIZE values, `row_stride` values apart; rows of `also` are `also_stride` apart, blocks of
-    `scales` `span`."""
+    """One program per row of SIZE values, `row_stride` values apart; rows of `also` are `also_stride` apart, those of
+    `also_scales` `also_scale_stride`, blocks of `scales` `span`."""
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE_PADDED)
@@ -67,7 +70,7 @@ def join_norm(
         tl.store(out + own, scaled.to(kind), mask=real)
         if ALSO:
             tl.store(also + row * also_stride + place, scaled.to(kind), mask=real)
-        if QUANTIZES:
+        if QUANTIZES or ALSO_CODES:
             block = tl.arange(0, SIZE_PADDED // BLOCK)
             tile = tl.reshape(scaled.to(kind).to(tl.float32), (SIZE_PADDED // BLOCK, BLOCK))
             scale = tl.div_rn(tl.max(tl.abs(tile), 1), tl.full((SIZE_PADDED // BLOCK,), E4M3_MAX, tl.float32))
@@ -80,8 +83,12 @@ def join_norm(
                 scale = tl.where(scale == 0, 1.0, scale)
             code = tl.div_rn(tile, tl.broadcast_to(scale[:, None], (SIZE_PADDED // BLOCK, BLOCK))).to(tl.float8e4nv)
             within = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            tl.store(codes + row * SIZE + within, code, mask=within < SIZE)
-            tl.store(scales + block * span + row, scale, mask=block < SIZE // BLOCK)
+            if QUANTIZES:
+                tl.store(codes + row * SIZE + within, code, mask=within < SIZE)
+                tl.store(scales + block * span + row, scale, mask=block < SIZE // BLOCK)
+            if ALSO_CODES:
+                tl.store(also + row * also_stride + within, code, mask=within < SIZE)
+                tl.store(also_scales + row * also_scale_stride + block, scale, mask=block < SIZE // BLOCK)
 
 
 @triton.jit

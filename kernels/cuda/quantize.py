@@ -2,6 +2,7 @@
 
     place       a row of a buffer for each assignment to an expert of this rank
     quantize    bfloat16 rows to e4m3 and scales, each to its own place or to those of its choices
+    spread      quantized rows to the places of their choices
     quantize_gated   silu(gate) * up of rows where they are, likewise
     add_rows    for each token, the weighted sum of its choices' rows
 
@@ -28,12 +29,16 @@ from kernels.cuda.structures import (
     SUM_THREADS,
     PlaceRows,
     QuantizeRows,
+    SpreadRows,
     SumRows,
 )
 from protocol.errors import BadInput
 
 UNIT: Final = "quantize"
-KERNELS: Final = ("place_rows", "quantize_rows", "quantize_gated", "sum_rows")
+KERNELS: Final = ("count_rows", "place_rows", "quantize_rows", "spread_rows", "quantize_gated", "sum_rows")
+#: Assignments that one block places, and those of a block's run where there are more.
+PLACED_BY_ONE_MOST: Final = 8192
+PLACED_RUN: Final = 2048
 #: Rows of scales, in whole parts: 16 bytes.
 SCALE_ROWS: Final = 4
 VECTOR_BYTES: Final = 16
@@ -61,7 +66,8 @@ class Quantized(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Memory for quantized rows that another kernel fills: as of Quantized. `powers`: scales are powers of two."""
+    """Quantized rows that another kernel fills: as of Quantized, or rows that lie apart. `powers`: scales are powers of
+    two."""
 
     values: Tensor
     scales: Tensor
@@ -84,10 +90,13 @@ def place(chosen: Tensor, first: int, experts: int, *, multiple: int) -> Placed:
     assignments, device = chosen.numel(), chosen.device
     rows = torch.empty(assignments, dtype=torch.int32, device=device)
     ends = torch.empty(experts, dtype=torch.int32, device=device)
+    runs = 1 if assignments <= PLACED_BY_ONE_MOST else -(-assignments // PLACED_RUN)
+    counts = torch.empty(runs, experts, dtype=torch.int32, device=device) if runs > 1 else None
     parameters = PlaceRows(
         chosen=chosen.data_ptr(),
         rows=rows.data_ptr(),
         ends=ends.data_ptr(),
+        counts=None if counts is None else counts.data_ptr(),
         assignments=assignments,
         first=first,
         experts=experts,
@@ -95,8 +104,11 @@ def place(chosen: Tensor, first: int, experts: int, *, multiple: int) -> Placed:
         wide=int(chosen.dtype == torch.int64),
         stride=chosen.stride(0),
         choices=chosen.shape[1],
+        span=assignments if counts is None else PLACED_RUN,
     )
-    _run("place_rows", device, (1, 1), parameters, PLACE_THREADS)
+    if counts is not None:
+        _run("count_rows", device, (runs, 1), parameters, PLACE_THREADS)
+    _run("place_rows", device, (runs, 1), parameters, PLACE_THREADS)
     return Placed(rows, ends, rows_most(assignments, experts, multiple))
 
 
@@ -120,16 +132,38 @@ def quantize(hidden: Tensor, *, powers: bool, placed: Placed | None = None, tota
     return target
 
 
+def spread(codes: Codes, placed: Placed) -> Quantized:
+    """Rows of `codes`, values of each adjacent from a multiple of 8 bytes on, where their choices are by `placed`."""
+    (rows, k), target = codes.values.shape, _target(0, codes.values.shape[1], codes.values.device, placed)
+    parameters = SpreadRows(
+        codes=codes.values.data_ptr(),
+        given=codes.scales.data_ptr(),
+        rows=placed.rows.data_ptr(),
+        values=target.values.data_ptr(),
+        scales=target.scales.data_ptr(),
+        stride=codes.values.stride(0),
+        scale_stride=codes.scales.stride(0),
+        block_stride=codes.scales.stride(1),
+        count=rows,
+        choices=len(placed.rows) // max(1, rows),
+        k=k,
+        blocks=k // BLOCK,
+        span=target.scales.stride(1),
+    )
+    if rows:
+        _run("spread_rows", codes.values.device, (_blocks(rows, k), 1), parameters, QUANTIZE_THREADS)
+    return target
+
+
 def quantize_gated(
     gate: Tensor, up: Tensor, *, powers: bool, placed: Placed | None = None, total: int = 0
 ) -> Quantized:
     """silu(gate) * up, rounded to bfloat16 after each of both, as `quantize`. Rows bfloat16[rows, k] lie equally far
-    apart in both; by `placed`, those of its assignments are read and written."""
+    apart in both; by `placed`, those ahead of the last end are read and written."""
     rows, k = _checked("gate", gate)
     target = _target(max(rows, total), k, gate.device, placed)
-    count = rows if placed is None else len(placed.rows)
-    if count:
-        _launch("quantize_gated", gate, up, placed, target, count, 1, powers=powers)
+    if rows:
+        _launch("quantize_gated", gate, up, placed, target, rows, 1, powers=powers)
     return target
 
 
@@ -191,7 +225,8 @@ def _launch(
     parameters = QuantizeRows(
         hidden=hidden.data_ptr(),
         factors=None if factors is None else factors.data_ptr(),
-        rows=None if placed is None else placed.rows.data_ptr(),
+        rows=None if placed is None or factors is not None else placed.rows.data_ptr(),
+        behind=None if placed is None or factors is None else placed.ends[-1:].data_ptr(),
         values=target.values.data_ptr(),
         scales=target.scales.data_ptr(),
         stride=hidden.stride(0),
@@ -202,10 +237,13 @@ def _launch(
         span=target.scales.stride(1),
         powers=int(powers),
     )
-    blocks = -(-count * (k // BLOCK) // UNITS_PER_BLOCK)
-    if blocks > BLOCKS_APART_MOST:
-        blocks = -(-blocks // UNITS)
-    _run(kernel, hidden.device, (blocks, 1), parameters, QUANTIZE_THREADS)
+    _run(kernel, hidden.device, (_blocks(count, k), 1), parameters, QUANTIZE_THREADS)
+
+
+def _blocks(rows: int, k: int) -> int:
+    """Blocks of threads for the units of `rows`."""
+    blocks = -(-rows * (k // BLOCK) // UNITS_PER_BLOCK)
+    return -(-blocks // UNITS) if blocks > BLOCKS_APART_MOST else blocks
 
 
 def _run(name: str, device: torch.device, grid: tuple[int, int], parameters: ctypes.Structure, threads: int) -> None:

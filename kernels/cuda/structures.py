@@ -65,7 +65,7 @@ CONSTANTS: Final = {  # value and comment
     "SWAP_IN_SHARED_BYTES": (SWAP_IN_SHARED_BYTES, "of a block of swap_in"),
     "QUANTIZE_THREADS": (QUANTIZE_THREADS, "of a block of quantize_rows, quantize_gated"),
     "SUM_THREADS": (SUM_THREADS, "of a block of sum_rows"),
-    "PLACE_THREADS": (PLACE_THREADS, "of the block of place_rows"),
+    "PLACE_THREADS": (PLACE_THREADS, "of a block of place_rows"),
     "EXPERTS_MAX": (EXPERTS_MAX, "of one rank: place_rows counts them in shared memory"),
     "UNIT": (UNIT, "index keys that a warp scores together"),
     "BATCH_MAX": (BATCH_MAX, "rows of index_topk"),
@@ -384,11 +384,12 @@ class PlaceRows(Structure):
         ("const void*", "chosen", "[tokens, choices] experts: int32, or int64; tokens `stride` apart"),
         ("i32*", "rows", "[assignments]; -1: no expert of this rank"),
         ("i32*", "ends", "[experts] behind the last row of each"),
+        ("i32*", "counts", "[blocks, experts] of the run of each block; null: one block has all"),
         ("i32", "assignments, first, experts"),
         ("i32", "multiple", "an expert's rows begin at a multiple"),
         ("i32", "wide", "1: `chosen` is int64"),
         ("i32", "stride, choices"),
-        ("i32", "unused"),
+        ("i32", "span", "assignments of a run"),
     )
     _fields_ = fields(members)
 
@@ -400,8 +401,9 @@ class QuantizeRows(Structure):
         (
             "const i32*",
             "rows",
-            "[count, choices] places of a row; of quantize_gated [count] rows; -1: none",
+            "[count, choices] places of a row, -1: none; null: its own",
         ),
+        ("const i32*", "behind", "of quantize_gated: the end of the last expert's rows; null: count"),
         ("u8*", "values", "[rows, k] e4m3"),
         ("float*", "scales", "[blocks, span]"),
         ("i64", "stride"),
@@ -409,6 +411,22 @@ class QuantizeRows(Structure):
         ("i32", "k, blocks", "128 * blocks values of a row"),
         ("i32", "span", "at least as many as there are rows"),
         ("i32", "powers", "1: scales are powers of two"),
+    )
+    _fields_ = fields(members)
+
+
+class SpreadRows(Structure):
+    members = (
+        ("const u8*", "codes", "[count, k] e4m3, `stride` bytes apart"),
+        ("const float*", "given", "[count, blocks] their scales, rows and blocks of any distance"),
+        ("const i32*", "rows", "[count, choices] places of a row; -1: none"),
+        ("u8*", "values", "[rows, k] e4m3"),
+        ("float*", "scales", "[blocks, span]"),
+        ("i64", "stride, scale_stride, block_stride"),
+        ("i32", "count, choices"),
+        ("i32", "k, blocks", "128 * blocks values of a row"),
+        ("i32", "span", "at least as many as there are rows"),
+        ("i32", "unused"),
     )
     _fields_ = fields(members)
 

@@ -7,10 +7,12 @@ import torch
 
 from benchmarks.rank import SynthesisedRanks
 from benchmarks.rank_floor import Links, Part, floor_ms, parts_of
+from kernels.cuda.quantize import Codes
 from tests.worker.runners.test_synthetic import SMALL
 from worker.group.exchange import Exchange
 from worker.runners.checkpoint import geometry_of
 from worker.weights.layout import ExpertShare, weights_bytes
+from worker.weights.matmul import DECODED, Matmul
 from worker.weights.synth import published_config
 
 
@@ -44,26 +46,36 @@ def test_links_of_one_rank_take_nothing() -> None:
     assert Links(1).step_ms(config, 64) == 0
     slow, fast = Links(8, latency_us=10, bytes_per_us=1e5), Links(8, latency_us=10, bytes_per_us=1e12)
     assert fast.step_ms(config, 64) == pytest.approx(58 * 20 / 1e3, rel=1e-3)
+    quantized = Links(8, latency_us=10, bytes_per_us=1e5, row_value_bytes=1)
+    assert slow.step_ms(config, 64) - quantized.step_ms(config, 64) == pytest.approx(
+        58 * 7 * 64 * (7_168 - 224) / 1e5 / 1e3, rel=1e-3
+    )
     assert slow.step_ms(config, 64) - fast.step_ms(config, 64) == pytest.approx(
         58 * 7 * 64 * (14_336 + 64 + 14_336) / 1e5 / 1e3, rel=1e-3
     )
 
 
-def test_experts_see_the_load_of_all_ranks() -> None:
+@pytest.mark.parametrize("quantized", [False, True])
+def test_experts_see_the_load_of_all_ranks(quantized: bool) -> None:
     config = published_config("deepseek-v3.2", layers=4, experts=16)
-    config.update(SMALL | {"num_experts_per_tok": 4})
+    config.update(SMALL | {"num_experts_per_tok": 4, "hidden_size": 128})
     torch.manual_seed(0)
-    ranks = SynthesisedRanks.draw(config, 8, 32, "cpu")
-    exchange = Exchange(
-        ranks, hidden=64, choices=4, rows_max=32, dtype=torch.bfloat16, device="cpu", deterministic=False
-    )
+    ranks = SynthesisedRanks.draw(config, 8, 32, "cpu", quantized=quantized)
+    form = {"hidden": 128, "choices": 4, "rows_max": 32, "dtype": torch.bfloat16, "device": "cpu"}
+    matmul = Matmul("fake 0.0", powers=True) if quantized else DECODED
+    exchange = Exchange(ranks, deterministic=False, matmul=matmul, **form)  # type: ignore[arg-type]
     seen: list[torch.Tensor] = []
 
-    def experts(rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def experts(
+        rows: torch.Tensor | Codes, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
         seen.append(chosen)
-        return rows * weights.sum(1, keepdim=True).to(rows.dtype)
+        states = rows.values.float() * rows.scales if isinstance(rows, Codes) else rows.float()
+        assert states.std() == pytest.approx(1, abs=0.05)
+        assert torch.allclose(weights[32:], torch.tensor(config.routed_scaling_factor / 4))
+        return torch.zeros_like(out)
 
-    hidden = torch.randn(32, 64).bfloat16()
+    hidden = torch.randn(32, 128).bfloat16()
     own = torch.arange(4).expand(32, 4)
     for _ in range(2):
         exchange.parts(hidden, own, torch.ones(32, 4), 32, experts)

@@ -22,8 +22,10 @@ from kernels.block_fp8 import (  # noqa: E402
     prepare_w8a8,
     quantize_rows,
 )
+from kernels.block_weight import E4M3  # noqa: E402
 from kernels.cuda import deep_gemm, quantize  # noqa: E402
 from kernels.cuda.deep_gemm_cache import ProductForm, fill  # noqa: E402
+from kernels.routing import pack_rows, unpack_rows  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.gpu.test_block_fp8 import activations, off, on_gpu  # noqa: E402
 from tests.gpu.test_fp8_model import FORCED, TEXT, forced_logits, rig_of  # noqa: E402
@@ -94,6 +96,20 @@ def test_experts_are_the_cpus(tokens: int) -> None:
     assert torch.equal(got, deep_gemm.experts(*on_card, 0, 6, powers=True)), "rows fall elsewhere"
 
 
+def test_rows_that_come_quantized_give_the_same_sums() -> None:
+    """As they lie where ranks exchange them: apart, with their scales behind them."""
+    tokens, width, choices = 700, 384, 3
+    gate_up, down = on_gpu(draw(4, 512, 384)), on_gpu(draw(4, 384, 256, seed=2))
+    hidden, shares = activations(tokens, width), torch.rand(tokens, choices, device="cuda")
+    chosen = (torch.rand(tokens, 6, device="cuda").argsort(1)[:, :choices] - 1).int().contiguous()
+    packed = torch.full((tokens, 432), 7, dtype=torch.uint8, device="cuda")
+    pack_rows(quantize.Codes(*quantize_rows(hidden, powers=True), True), chosen, shares, packed)
+    given = unpack_rows(packed, width, E4M3, choices)
+    codes = quantize.Codes(given.hidden, given.scales, True)
+    got = deep_gemm.experts(codes, given.chosen, given.weights, gate_up, down, 0, 6, powers=True)
+    assert torch.equal(got, deep_gemm.experts(hidden, chosen, shares, gate_up, down, 0, 6, powers=True))
+
+
 def test_bits_of_a_row_do_not_depend_on_its_neighbours() -> None:
     weight, hidden = on_gpu(draw(2240, 7168)), activations(600, 7168)
     whole = block_linear_w8a8(hidden, weight, powers=True)
@@ -123,8 +139,10 @@ def test_products_can_be_captured_once_prepared() -> None:
         block_experts_w8a8(hidden, chosen, shares, gate_up, down, 1, 8, powers=True)
 
 
-def test_all_rows_of_experts_lie_in_their_places() -> None:
-    chosen = torch.rand(2000, 64, device="cuda").argsort(1)[:, :8].int().contiguous()
+@pytest.mark.parametrize("tokens", [100, 2000])
+def test_all_rows_of_experts_lie_in_their_places(tokens: int) -> None:
+    """By one block, and by several."""
+    chosen = torch.rand(tokens, 64, device="cuda").argsort(1)[:, :8].int().contiguous()
     placed = quantize.place(chosen, 8, 32, multiple=64)
     own = chosen.flatten() - 8
     begin = 0

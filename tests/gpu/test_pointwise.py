@@ -12,9 +12,10 @@ if not torch.cuda.is_available():
 
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as library  # noqa: E402
 
+from kernels.block_weight import E4M3  # noqa: E402
 from kernels.cuda import quantize  # noqa: E402
 from kernels.cuda.pointwise import gate, join_norm, rms_norm  # noqa: E402
-from kernels.routing import add_parts  # noqa: E402
+from kernels.routing import add_parts, exchanged_rows  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -92,3 +93,23 @@ def test_a_norm_is_quantized_as_by_a_launch_of_its_own(size: int, powers: bool) 
         assert torch.equal(codes.values[:5].view(torch.uint8), wanted.values.view(torch.uint8))
         assert torch.equal(codes.scales[:5], wanted.scales)
         assert codes.values[5:].view(torch.uint8).eq(7).all()
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("with_codes", [False, True])
+def test_a_norm_is_quantized_where_rows_travel_too(with_codes: bool, powers: bool) -> None:
+    size = 7168
+    hidden, parts = draw(5, 1, size, dtype=torch.bfloat16), draw(1, 5, size, dtype=torch.bfloat16)
+    weight, packed = draw(size, dtype=torch.bfloat16), torch.full((7, 7456), 7, dtype=torch.uint8, device="cuda")
+    own = exchanged_rows(packed, size, E4M3, 8)
+    assert own.scales is not None
+    also = quantize.Codes(own.hidden[:5], own.scales[:5], powers)
+    codes = quantize.Codes.allocate(16, size, hidden.device, powers=powers) if with_codes else None
+    _, normed = join_norm(hidden, parts, None, weight, 1e-6, also, codes)
+    assert normed is not None
+    wanted = quantize.quantize(normed.view(5, size), powers=powers)
+    for found in (also, *(() if codes is None else (codes,))):
+        assert torch.equal(found.values[:5].view(torch.uint8), wanted.values.view(torch.uint8))
+        assert torch.equal(found.scales[:5], wanted.scales)
+    assert packed[5:].eq(7).all()
+    assert packed[:, size + 224 :].eq(7).all()

@@ -117,7 +117,7 @@ def test_bytes_of_rows_are_those_of_a_cpu(dtype: torch.dtype, width: int, choice
     assert torch.equal(there.cpu(), packed)
     assert unpack_rows(there, width, dtype, choices).hidden.data_ptr() == there.data_ptr(), "by view"
     for one, other in zip(
-        unpack_rows(there, width, dtype, choices), unpack_rows(packed, width, dtype, choices), strict=True
+        unpack_rows(there, width, dtype, choices)[:3], unpack_rows(packed, width, dtype, choices)[:3], strict=True
     ):
         assert torch.equal(one.cpu().to(other.dtype), other)
 

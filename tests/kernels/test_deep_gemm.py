@@ -122,7 +122,9 @@ def test_experts_add_what_their_rank_holds(
     given = deep_gemm.experts(apart, chosen, shares, gate_up, down, first, 8, powers=True, out=out)
     assert given.data_ptr() == out.data_ptr()
     assert torch.equal(out, got)
-    assert fake.calls == ["contiguous"] * 4
+    codes = quantize.Codes(*quantize_rows(hidden, powers=True), True)
+    assert torch.equal(block_experts_w8a8(codes, chosen, shares, gate_up, down, first, 8, powers=True), got)
+    assert fake.calls == ["contiguous"] * 6
 
 
 def test_experts_of_a_long_block_come_in_pieces(fake: FakeDeepGemm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,9 +98,14 @@ def test_no_rows_launch_nothing(device: Device) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("experts", "first"), [(1, 0), (5, 2), (40, 0)])
 @pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("run", [0, 64, 70])
 def test_each_assignment_of_this_rank_has_a_row_of_its_expert(
-    experts: int, first: int, multiple: int, apart: bool, wide: bool
+    run: int, experts: int, first: int, multiple: int, apart: bool, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By one block, and by blocks that take a run of assignments each, the last of them fewer."""
+    if run:
+        monkeypatch.setattr(quantize, "PLACED_BY_ONE_MOST", 100)
+        monkeypatch.setattr(quantize, "PLACED_RUN", run)
     order = torch.rand(50, 48, generator=torch.Generator().manual_seed(experts)).argsort(1) - 1  # -1 is no expert
     chosen = (order if wide else order.int())[:, :4]
     chosen = chosen if apart else chosen.contiguous()
@@ -145,6 +150,29 @@ def test_rows_of_choices_go_to_every_place_of_their_token(choices: int) -> None:
         if row >= 0:
             alike(got.values[row], values[assignment // choices])
             assert torch.equal(got.scales[row], scales[assignment // choices])
+
+
+@pytest.mark.parametrize("choices", [3, 20])
+@pytest.mark.parametrize("rows", [9, 75])
+def test_quantized_rows_are_spread_as_they_would_be_quantized(
+    rows: int, choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an exchange lie apart, with their scales behind them."""
+    monkeypatch.setattr(quantize, "BLOCKS_APART_MOST", 2)
+    hidden = drawn(rows, 256)
+    values, scales = plain_quantized(hidden, powers=True)
+    packed = torch.zeros(rows, 288, dtype=torch.uint8)
+    apart = packed[:, :256].view(torch.float8_e4m3fn), packed[:, 256:264].view(torch.float32)
+    apart[0].copy_(values)
+    apart[1].copy_(scales)
+    chosen = torch.rand(rows, 24, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :choices].int().contiguous()
+    placed = quantize.place(chosen, 1, 4, multiple=8)
+    wanted, real = quantize.quantize(hidden, powers=True, placed=placed), placed.rows[placed.rows >= 0].long()
+    for given in (apart, quantize.quantize(hidden, powers=True)):
+        got = quantize.spread(quantize.Codes(*given, True), placed)
+        assert got.scales.stride() == wanted.scales.stride()
+        alike(got.values[real], wanted.values[real])
+        assert torch.equal(got.scales[real], wanted.scales[real])
 
 
 @pytest.mark.parametrize("by_experts", [False, True])

@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.block_fp8 import quantize_rows
+from kernels.block_weight import E4M3
+from kernels.cuda.quantize import Codes
 from kernels.expert_choice import ExpertChoice
 from kernels.routing import add_parts, pack_rows, unpack_rows
 
@@ -21,11 +24,28 @@ def test_packed_rows_come_back_and_the_others_choose_nothing(dtype: torch.dtype,
     hidden, weights = torch.randn(count, width).to(dtype), torch.rand(count, choices)
     chosen = torch.randint(0, 256, (count, choices))
     pack_rows(hidden, chosen, weights, packed)
-    found, ids, shares = unpack_rows(packed, width, dtype, choices)
+    found, ids, shares, scales = unpack_rows(packed, width, dtype, choices)
+    assert scales is None
     assert torch.equal(found[:count], hidden)
     assert torch.equal(ids[:count], chosen)
     assert torch.equal(shares[:count], weights)
     assert (ids[count:] == -1).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_quantized_rows_travel_with_their_scales(count: int) -> None:
+    width, choices = 256, 6
+    packed = torch.full((5, 320), 7, dtype=torch.uint8)
+    codes = Codes(*quantize_rows(torch.randn(count, width), powers=True), True)
+    chosen, weights = torch.randint(0, 256, (count, choices)), torch.rand(count, choices)
+    pack_rows(codes, chosen, weights, packed)
+    found = unpack_rows(packed, width, E4M3, choices)
+    assert found.scales is not None
+    assert torch.equal(found.hidden[:count].float(), codes.values.float())
+    assert torch.equal(found.scales[:count], codes.scales)
+    assert torch.equal(found.chosen[:count], chosen)
+    assert torch.equal(found.weights[:count], weights)
+    assert (found.chosen[count:] == -1).all()
 
 
 def test_parts_are_added_in_float32_and_in_their_order() -> None:

@@ -11,9 +11,10 @@ A mixture of experts of a group (after GShard's dispatch and combine, with all-g
 So the order of additions depends on neither the collective library nor on where a row lies. No shape depends on data,
 nothing is read by the host, and the worst routing (all rows to one rank) fits: buffers hold all rows of all ranks.
 Experts work through the gathered rows in pieces of at most PIECE_ROWS rows (deterministic: the rows of one rank), which
-bounds their scratch memory.
+bounds their scratch memory; all at once where they bound it themselves.
 
-Rows and choices travel as one byte array: one collective instead of three.
+Rows and choices travel as one byte array: one collective instead of three. Where experts quantize their rows
+(worker.matmul), rows are quantized before they travel: half the bytes, and the same sums.
 
 Rejected: all-reduce and reduce-scatter (gloo adds in an order that depends on place and size); sending each row only
 to the ranks of its choices (shapes from data, a host read in each layer, buffers of the same size).
@@ -21,6 +22,7 @@ to the ranks of its choices (shapes from data, a host read in each layer, buffer
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,16 +31,22 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from kernels.block_fp8 import quantize_rows
+from kernels.block_weight import E4M3
+from kernels.cuda.quantize import Codes
+from kernels.expert_choice import state_bytes
 from kernels.routing import ExchangedRows, exchanged_rows, pack_rows, unpack_rows
+from protocol.errors import ConfigError
 from worker.group.control import LoopProgress
 from worker.weights.layout import exchanged_row_bytes
+from worker.weights.matmul import FIELD, Matmul
 
 #: Rows that experts compute at once.
 PIECE_ROWS: Final = 4_096
 
 #: Output [T, h] of this rank's experts for rows [T, h], choices int[T, k] and weights float32[T, k]; given a place for
-#: it, they may write it there.
-Experts = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+#: it, they may write it there. Rows that travel quantized are Codes.
+Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 class Collectives(Protocol):
@@ -69,13 +77,20 @@ class Exchange:
         dtype: torch.dtype,
         device: torch.device | str,
         deterministic: bool,
+        matmul: Matmul | None = None,
     ) -> None:
-        """`rows_max`: the largest round. Partial sums travel in `dtype`, deterministic ones in float32."""
+        """`rows_max`: the largest round. Partial sums travel in `dtype`, deterministic ones in float32.
+
+        `matmul` of experts in block-FP8, which bound their memory themselves: they take the rows of all ranks at once,
+        but for deterministic ones. Rows that it quantizes travel so.
+        """
         self.collectives = collectives
         self._hidden, self._choices, self._dtype = hidden, choices, dtype
         self.rows_max = rows_max
-        self._deterministic = deterministic
-        self._row_bytes = exchanged_row_bytes(hidden * dtype.itemsize, choices)
+        self._deterministic, self._whole = deterministic, matmul is not None
+        self._powers = matmul is not None and matmul.powers
+        self.row_dtype = E4M3 if matmul is not None and matmul.quantizes_rows else dtype  # in which rows travel
+        self._row_bytes = exchanged_row_bytes(state_bytes(hidden, self.row_dtype.itemsize), choices)
         size, partial = collectives.size, torch.float32 if deterministic else dtype
         self._own = torch.zeros(rows_max, self._row_bytes, dtype=torch.uint8, device=device)
         self._all = torch.zeros(size * rows_max, self._row_bytes, dtype=torch.uint8, device=device)
@@ -90,7 +105,15 @@ class Exchange:
 
     def own(self, rows: int) -> ExchangedRows:
         """This rank's rows of a round of `rows`, by view: what `parts_of_own` sends."""
-        return exchanged_rows(self._own[:rows], self._hidden, self._dtype, self._choices)
+        return exchanged_rows(self._own[:rows], self._hidden, self.row_dtype, self._choices)
+
+    def own_states(self, rows: int, count: int) -> Tensor | Codes:
+        """The hidden states of the first `count` of `own(rows)`, by view."""
+        return self._states(self.own(rows), slice(count))
+
+    def _states(self, rows: ExchangedRows, part: slice) -> Tensor | Codes:
+        hidden = rows.hidden[part]
+        return hidden if rows.scales is None else Codes(hidden, rows.scales[part], self._powers)
 
     def parts(self, hidden: Tensor, chosen: Tensor, weights: Tensor, rows: int, experts: Experts) -> Tensor:
         """Sums over the choices of `hidden` [n, h], n <= rows, by rank: [ranks, n, h], void in the next round. `chosen`
@@ -98,7 +121,10 @@ class Exchange:
 
         `rows` is the size of the round, equal on all ranks.
         """
-        pack_rows(hidden, chosen, weights, self._own[:rows])
+        states: Tensor | Codes = hidden
+        if self.row_dtype == E4M3:
+            states = Codes(*quantize_rows(hidden, powers=self._powers), self._powers)
+        pack_rows(states, chosen, weights, self._own[:rows])
         return self.parts_of_own(len(hidden), rows, experts)
 
     def parts_of_own(self, count: int, rows: int, experts: Experts) -> Tensor:
@@ -108,8 +134,8 @@ class Exchange:
         self.collectives.all_gather(everything, own)
         partials = self._partials[: size * rows]
         for piece in self._pieces(rows):
-            given = unpack_rows(everything[piece], self._hidden, self._dtype, self._choices)
-            found = experts(*given, partials[piece])
+            given = unpack_rows(everything[piece], self._hidden, self.row_dtype, self._choices)
+            found = experts(self._states(given, slice(None)), given.chosen, given.weights, partials[piece])
             if found.data_ptr() != partials[piece].data_ptr():
                 partials[piece] = found
         returned = self._returned[: size * rows].view(size, rows, self._hidden)
@@ -117,9 +143,29 @@ class Exchange:
         return returned[:, :count]
 
     def _pieces(self, rows: int) -> Iterator[slice]:
-        size = self.collectives.size
-        at_once = rows if self._deterministic else min(size * rows, max(rows, PIECE_ROWS // rows * rows))
-        return (slice(start, min(start + at_once, size * rows)) for start in range(0, size * rows, at_once))
+        total, at_once = self.collectives.size * rows, max(rows, PIECE_ROWS // rows * rows)
+        if self._deterministic:
+            at_once = rows
+        elif self._whole:
+            at_once = total
+        return (slice(start, min(start + at_once, total)) for start in range(0, total, at_once))
+
+
+def require_alike(collectives: Collectives, matmul: Matmul, device: torch.device) -> None:
+    """Wait for all ranks, and raise ConfigError where one resolved worker.matmul to other products: rows of an exchange
+    would differ."""
+    digest = hashlib.sha256(matmul.name.encode()).digest()
+    own = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=device)
+    everyone = own.new_zeros(collectives.size)
+    collectives.all_gather(everyone, own)
+    others = [rank for rank, value in enumerate(everyone.tolist()) if value != int(own)]
+    if others:
+        raise ConfigError(
+            f"came to {matmul.name} here, and to other products on rank {', '.join(map(str, others))}",
+            field=FIELD,
+            value=matmul.name,
+            remedy="install the same releases on all ranks, or set weight_only on all",
+        )
 
 
 class Alike:

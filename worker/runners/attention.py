@@ -34,6 +34,7 @@ from torch import Tensor
 
 from kernels.cuda.pointwise import join_norm, rms_norm
 from kernels.cuda.projected import can_join, index_rows, kv_rows
+from kernels.cuda.quantize import Codes
 from kernels.encode import encode
 from kernels.routing import add_parts
 from kernels.row_format import RowFormat
@@ -93,8 +94,8 @@ class Projected:
     query_nope: Tensor  # [N, H, S, n]
     query_rope: Tensor  # [N, H, S, d], rotated
     rows: Tensor | None  # uint8[N, S, row_bytes]; None: they went to their target
-    #: Of a decode step on a GPU: the queries against rows that `query_rope` lies in, [N * S, H, r + d], whose first r
-    #: values are to be written.
+    #: On a GPU: the queries against rows that `query_rope` lies in, [N * S, H, r + d], whose first r values are to be
+    #: written.
     queries: Tensor | None = None
 
     def of_tokens(self, tokens: slice) -> Projected:
@@ -145,19 +146,20 @@ def join_normed(
     values: Tensor,
     parts: Tensor,
     added: Tensor | None = None,
-    also: Tensor | None = None,
+    also: Tensor | Codes | None = None,
     member: Module | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Activations | None]:
-    """values [N, S, n] + (sum of parts [R, N * S, n] + added), rounded after each, and the library's RMS norm of that,
-    for products with `member` and others; it goes to `also` [N * S, n] too."""
+    """values [N, S, n] + (sum of parts [R, N * S, n] + added), rounded after each, `into` where it is given, and the
+    library's RMS norm of that, for products with `member` and others; it goes to `also` [N * S, n] too."""
     if values.is_cuda:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
         codes = None if member is None else make_codes_for(member, values.shape[:-1].numel())
-        total, found = join_norm(values, parts, added, weight, eps, also, codes)
+        total, found = join_norm(values, parts, added, weight, eps, also, codes, into)
         return total, None if found is None else Activations(found, codes)
     whole = parts[0] if len(parts) == 1 else add_parts(parts, values.dtype)
     whole = whole.view(values.shape)
-    total = values + (whole if added is None else whole + added)
+    total = torch.add(values, whole if added is None else whole + added, out=into)
     return total, None if norm is None else Activations(norm(total))
 
 
@@ -192,9 +194,8 @@ def project(
         rows, rotary = _rows(attention, forms, rope, down, cos, sin, rotary.transpose(1, 2))
         return Projected(nope.transpose(1, 2), rotary, rows)
     heads, (latent, rope_dim) = queries.shape[2], (forms.rows.scaled, forms.rows.plain)
-    # A block of a prompt has memory for its queries against rows once it attends: it may be gigabytes.
-    whole = None if target is None else queries.new_empty(batch * tokens, heads, latent + rope_dim)
-    turned = queries.new_empty(batch * tokens, heads, rope_dim) if whole is None else whole[..., latent:]
+    whole = queries.new_empty(batch * tokens, heads, latent + rope_dim)
+    turned = whole[..., latent:]
     kept = _join_rows(attention, forms, rope, down, cos, sin, target, (rotary.flatten(0, 1), turned))
     return Projected(nope.transpose(1, 2), turned.view(rotary.shape).transpose(1, 2), kept, whole)
 

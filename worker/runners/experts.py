@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels.cuda.pointwise import gate
+from kernels.cuda.quantize import Codes
 from kernels.expert_choice import ExpertChoice
 from kernels.routing import ExchangedRows, choose_experts, router_logits
 from worker.group.exchange import Exchange
@@ -46,9 +47,9 @@ class Over:
     rows: int
     real: Tensor | None = None
 
-    def own_hidden(self, hidden: Tensor) -> Tensor:
+    def own_hidden(self, hidden: Tensor) -> Tensor | Codes:
         """Return the places from which `hidden` [N, S, h] leaves for the ranks: [N * S, h], rows of which lie apart."""
-        return self.exchange.own(self.rows).hidden[: hidden.shape[:-1].numel()]
+        return self.exchange.own_states(self.rows, hidden.shape[:-1].numel())
 
 
 def experts_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -124,7 +125,7 @@ def hold_share(model: Any, share: ExpertShare) -> None:
 
 
 def _experts(
-    module: Any, experts: str, rows: Tensor, chosen: Tensor, weights: Tensor, out: Tensor | None = None
+    module: Any, experts: str, rows: Any, chosen: Tensor, weights: Tensor, out: Tensor | None = None
 ) -> Tensor:
     if isinstance(module, BlockExperts):
         output: Tensor = module(rows, chosen, weights, out)
@@ -137,7 +138,7 @@ def _share(
     module: Any,
     experts: str,
     share: ExpertShare,
-    rows: Tensor,
+    rows: Any,
     chosen: Tensor,
     weights: Tensor,
     out: Tensor | None = None,

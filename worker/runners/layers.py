@@ -189,11 +189,11 @@ class Layers:
         about = self._forms, self._index_rope, entered, *angles, self._rotation, to_keys
         return rows, mla.project_index_keys(layer.attention.indexer, *about)
 
-    def finish(self, layer: Layer, hidden: Tensor, attended: Tensor, experts: str, *, rows: int = 0) -> Tensor:
-        """The hidden states [N, S, hidden] after the layer: `leave_attention`, the MLP and `join` in turn."""
+    def finish(self, layer: Layer, hidden: Tensor, attended: Tensor, experts: str, *, rows: int = 0) -> None:
+        """Make `hidden` [N, S, hidden] what it is after the layer: `leave_attention`, the MLP and `join` in turn."""
         between = self.leave_attention(layer, hidden, attended, experts, rows=rows)
         parts, shared = self.routed(layer, between, experts), self.shared(layer, between)
-        return self.join(between, parts, shared, None)[0]
+        self.join(between, parts, shared, None, into=hidden)
 
     def leave_attention(
         self,
@@ -233,16 +233,22 @@ class Layers:
         return _part(gated_mlp(layer.module.mlp, between.normed))
 
     def join(
-        self, between: Halfway, parts: Tensor, shared: Tensor | None, following: Layer | mla.Module | None
+        self,
+        between: Halfway,
+        parts: Tensor,
+        shared: Tensor | None,
+        following: Layer | mla.Module | None,
+        *,
+        into: Tensor | None = None,
     ) -> tuple[Tensor, Activations | None]:
-        """The hidden states [N, S, hidden] after the layer, and the norm of them that enters the layer `following`, or
-        the norm `following`."""
+        """The hidden states [N, S, hidden] after the layer, `into` where it is given, and the norm of them that enters
+        the layer `following`, or the norm `following`."""
         rows = len(between.hidden)
         shared = None if shared is None else shared[:rows]
         parts, member = parts[:, : rows * between.hidden.shape[1]], None
         if isinstance(following, Layer):
             following, member = following.module.input_layernorm, following.attention.q_a_proj
-        return mla.join_normed(following, between.hidden, parts, shared, member=member)
+        return mla.join_normed(following, between.hidden, parts, shared, member=member, into=into)
 
     def pad(self, layer: Layer, rows: int) -> None:
         """Take part in the MLP of `layer`, in a round of `rows`, without a prompt."""

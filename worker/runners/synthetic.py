@@ -19,7 +19,8 @@ from worker.runners.checkpoint import anonymous_info, geometry_of
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import DTYPES, AfterIndexTopk, TransformersRunner
 from worker.weights.layout import ExpertShare
-from worker.weights.matmul import resolve_matmul
+from worker.weights.matmul import Matmul, resolve_matmul
+from worker.weights.modules import expert_matmul
 from worker.weights.quantization import Quantization
 from worker.weights.random_model import random_model
 
@@ -41,6 +42,17 @@ def synthetic_config(family: str, layers: int, **changes: Any) -> Any:
         kinds = ["shared" if number % SHARED_EVERY else "full" for number in range(layers)]
         return GlmMoeDsaConfig(**(shape | {"indexer_types": kinds} | changes))
     return DeepseekV32Config(**(shape | changes))
+
+
+def synthetic_matmul(matmul: str, *, device: str, dtype: str = "bfloat16", fp8: bool) -> Matmul:
+    """How `synthetic_runner` forms the products of FP8 weights. Raises ConfigError."""
+    return resolve_matmul(
+        matmul,
+        device=torch.device(device),
+        dtype=DTYPES[dtype],
+        quantization=Quantization(powers_of_two=True) if fp8 else None,
+        deterministic=False,
+    )
 
 
 def synthetic_runner(
@@ -69,21 +81,7 @@ def synthetic_runner(
     share, exchange = None, None
     if collectives is not None:
         share = ExpertShare.of(collectives.rank, collectives.size, config.n_routed_experts)
-        exchange = Exchange(
-            collectives,
-            hidden=config.hidden_size,
-            choices=config.num_experts_per_tok,
-            rows_max=rows_max,
-            dtype=DTYPES[dtype],
-            device=device,
-            deterministic=False,
-        )
-    products = resolve_matmul(
-        matmul,
-        device=torch.device(device),
-        dtype=DTYPES[dtype],
-        quantization=Quantization(powers_of_two=True) if fp8 else None,
-    )
+    products = synthetic_matmul(matmul, device=device, dtype=dtype, fp8=fp8)
     model = random_model(
         config,
         dtype=DTYPES[dtype],
@@ -94,6 +92,17 @@ def synthetic_runner(
         draft_layer=draft_layer,
         seed=seed,
     )
+    if collectives is not None:
+        exchange = Exchange(
+            collectives,
+            hidden=config.hidden_size,
+            choices=config.num_experts_per_tok,
+            rows_max=rows_max,
+            dtype=DTYPES[dtype],
+            device=device,
+            deterministic=False,
+            matmul=expert_matmul(model),
+        )
     runner = TransformersRunner(
         model,
         anonymous_info(config, f"synthetic-{config.model_type}-{config.num_hidden_layers}"),

@@ -55,7 +55,7 @@ from protocol.tokenizer_files import read_tokenizer
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.sizing import require_weights_fit
 from worker.device.step_rows import StepRows, rows_max
-from worker.group.exchange import Collectives, Exchange
+from worker.group.exchange import Collectives, Exchange, require_alike
 from worker.runners import attention as mla
 from worker.runners.adjust import Adjust
 from worker.runners.base import (
@@ -80,7 +80,12 @@ from worker.runners.swapping import launch_beside, launch_selection
 from worker.weights.layout import ExpertShare, exchange_bytes, prompt_scratch_bytes, weights_bytes
 from worker.weights.matmul import DECODED, Matmul, resolve_matmul
 from worker.weights.model import load_model
-from worker.weights.modules import Activations, prepare_products, prepare_quantized_products
+from worker.weights.modules import (
+    Activations,
+    expert_matmul,
+    prepare_products,
+    prepare_quantized_products,
+)
 from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 
@@ -200,6 +205,7 @@ class TransformersRunner:
             device=torch.device(device),
             dtype=torch_dtype,
             quantization=quantization if keeps else None,
+            deterministic=deterministic_seats > 0,
         )
         with library_refusals(path, FIELD):
             share = _share_of(path, collectives)
@@ -211,7 +217,14 @@ class TransformersRunner:
                     free_device_bytes(device),
                     "worker.device",
                     device,
-                    exchange_bytes=exchange_bytes(about, name, ranks, rows_max, deterministic=deterministic_seats > 0),
+                    exchange_bytes=exchange_bytes(
+                        about,
+                        name,
+                        ranks,
+                        rows_max,
+                        deterministic=deterministic_seats > 0,
+                        quantized=products.quantizes_rows,
+                    ),
                 )
             model = load_model(
                 path,
@@ -235,7 +248,9 @@ class TransformersRunner:
                 dtype=torch_dtype,
                 device=model.device,
                 deterministic=deterministic_seats > 0,
+                matmul=expert_matmul(model),
             )
+            require_alike(collectives, products, model.device)
             log.info("exchange", extra=fields(ranks=collectives.size, bytes=exchange.bytes))
         info = describe_model(path, model.config, tokenizer)
         runner = cls(
@@ -451,7 +466,7 @@ class TransformersRunner:
     def _attend_block(self, block: PromptBlock, state: DeviceState, layer: Layer, rows: int) -> None:
         hidden, experts = block.prompts.hidden[:, block.rows], self._layers.prompt_experts
         attended = self._prompt.attend(state, layer, block)
-        hidden.copy_(self._layers.finish(layer, hidden, attended, experts, rows=rows))
+        self._layers.finish(layer, hidden, attended, experts, rows=rows)
 
     @torch.inference_mode()
     def _write_draft_rows(
@@ -631,7 +646,8 @@ class TransformersRunner:
             return
         began, model = time.monotonic(), self._layers.model
         with torch.cuda.device(self._layers.device):
-            formed = prepare_quantized_products(model, self._block_tokens_max, model.config.num_experts_per_tok)
+            choices = model.config.num_experts_per_tok
+            formed = prepare_quantized_products(model, self._block_tokens_max, choices, self._apart())
             torch.cuda.synchronize()
         torch.cuda.empty_cache()
         took_s = round(time.monotonic() - began, 1)
@@ -647,8 +663,16 @@ class TransformersRunner:
             prepare_encode(form, self.dtype, self._layers.device)
         prepare_index(state, config.index_n_heads, config.index_head_dim, dtype)
         prepare_prompt(state, config.index_n_heads, config.index_head_dim, dtype)
-        prepare_products(self._layers.model, PREPARED_ROWS, config.num_experts_per_tok)
+        prepare_products(self._layers.model, PREPARED_ROWS, config.num_experts_per_tok, self._apart())
         self._prepared = ref(state)
+
+    def _apart(self) -> Sequence[mla.Module]:
+        """Modules whose products are formed by themselves though their weights are joined: a draft layer's rows and
+        index keys come without queries."""
+        if self._drafting is None:
+            return ()
+        attention = self._drafting.layer.attention
+        return attention.kv_a_proj_with_mqa, attention.indexer.wk
 
     def _scratch_for(self, rows: int) -> _RunnerScratch:
         if rows not in self._scratch:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
-from kernels.expert_choice import CHOICE_BYTES
+from kernels.expert_choice import CHOICE_BYTES, state_bytes
 from protocol.errors import ConfigError
 from protocol.messages import GROUP_SIZE_MAX
 from worker.weights.dimensions import BOUNDS
@@ -50,6 +50,10 @@ BYTES: Final = {"float32": 4, "bfloat16": 2}
 EXCHANGED_ROW_ALIGNMENT: Final = 16
 #: Rows of all ranks that experts compute at once (worker/group/exchange.py: PIECE_ROWS).
 EXPERT_ROWS_MAX: Final = 4_096
+#: Likewise of experts whose rows are quantized (kernels/cuda/deep_gemm.py: PIECE_TOKENS, ROWS_MANY); an expert's rows
+#: end in a tile.
+QUANTIZED_EXPERT_ROWS_MAX: Final = 16_384
+EXPERT_TILE_ROWS: Final = 128
 #: Prompt passes that are held: two that are open, and one whose first token waits for a mask.
 PASSES_HELD: Final = 3
 #: What prompt_topk holds on a GPU: lists (kernels/cuda/prompt_index.py: scratch_bytes), or scores in float32
@@ -191,18 +195,21 @@ def weights_bytes(
     return {name: size for name, size in held.items() if size}
 
 
-def exchange_bytes(config: Any, dtype: str, group_size: int, rows: int, *, deterministic: bool = False) -> int:
+def exchange_bytes(
+    config: Any, dtype: str, group_size: int, rows: int, *, deterministic: bool = False, quantized: bool = False
+) -> int:
     """Bytes of the buffers in which the ranks of a group exchange rows, on each rank, for at most `rows` rows of each.
 
     They hold a rank's rows and those of all ranks, with their choices of experts, and twice the partial sums: those
     that a rank has computed and those that it is given. Sums are float32 in deterministic mode, else of `dtype`. A
-    group of one rank exchanges nothing.
+    group of one rank exchanges nothing. `quantized`: rows travel as e4m3.
     """
     if group_size == 1:
         return 0
     _require_dimensions(config, ("hidden_size", "num_experts_per_tok"))
     sum_bytes = BYTES["float32"] if deterministic else BYTES[dtype]
-    row_bytes = exchanged_row_bytes(config.hidden_size * BYTES[dtype], config.num_experts_per_tok)
+    values = state_bytes(config.hidden_size, 1 if quantized else BYTES[dtype])
+    row_bytes = exchanged_row_bytes(values, config.num_experts_per_tok)
     return int(rows * ((group_size + 1) * row_bytes + 2 * group_size * config.hidden_size * sum_bytes))
 
 
@@ -220,11 +227,12 @@ def prompt_scratch_bytes(
     _require_dimensions(config, (*DIMENSIONS, "index_topk", "num_experts_per_tok"))
     value, hidden, row = BYTES[dtype], config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim
     kept = value * (hidden + 2 * config.qk_rope_head_dim) + 4 * config.index_topk + TOKEN_BYTES
-    query = config.num_attention_heads * (config.qk_nope_head_dim + 2 * config.qk_rope_head_dim)  # also turned
+    query = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + row)  # and against rows
     index = 2 * config.index_n_heads * config.index_head_dim  # turned, and in the order of the kernel
     selecting = rows_max * value * (query + index + config.q_lora_rank + hidden + 2 * row) + TOPK_SCRATCH_BYTES
     attending = rows_max * value * config.num_attention_heads * (row + config.kv_lora_rank + config.v_head_dim)
     computing = value * max(_mlp_values(config, rows_max), _experts_values(config, rows_max, ranks))
+    computing = max(computing, _quantized_experts_bytes(config, rows_max, ranks, value))
     residual = rows_max * (3 * value * hidden + 4 * config.index_topk)  # states, their sum and its norm; selection
     return int(passes * pass_tokens * kept + residual + max(selecting, attending, computing))
 
@@ -240,6 +248,16 @@ def _experts_values(config: Any, rows: int, ranks: int) -> int:
     together = min(ranks * rows, max(rows, EXPERT_ROWS_MAX))
     chosen = config.num_experts_per_tok * 3 * (config.hidden_size + config.moe_intermediate_size)
     return int(together * chosen + rows * config.hidden_size)
+
+
+def _quantized_experts_bytes(config: Any, rows: int, ranks: int, value: int) -> int:
+    """Bytes of what experts make of `rows` of each rank where activations are quantized: for each choice two of what
+    they read, gate and up, their product, and the output, at a time; beside them the output of shared experts."""
+    together, middle = min(ranks * rows, QUANTIZED_EXPERT_ROWS_MAX), config.moe_intermediate_size
+    read, gated = (state_bytes(values, 1) for values in (config.hidden_size, middle))
+    both, output = 2 * value * middle, value * config.hidden_size
+    padded = together * config.num_experts_per_tok + EXPERT_TILE_ROWS * ceil(config.n_routed_experts / ranks)
+    return int(padded * max(read + both, both + gated, gated + output) + rows * output)
 
 
 def exchanged_row_bytes(values_bytes: int, choices: int) -> int:

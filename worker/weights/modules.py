@@ -13,7 +13,7 @@ forms all their products in one launch. In a decode step such a launch takes lon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -158,8 +158,8 @@ class BlockExperts(nn.Module):
         """Memory for `count` experts, that is to be filled; `place` the module among all."""
         super().__init__()
         self.first, self.total = 0, count
-        self.powers = matmul.powers
         self.quantizes_rows = matmul.quantizes_rows and middle % BLOCK == 0 and width % BLOCK == 0
+        self.matmul = matmul if self.quantizes_rows else DECODED
         shapes = [(count, 2 * middle, width)] if self.quantizes_rows else [(count, middle, width)] * 2
         self.weights = [empty_blocks(shape, device) for shape in (*shapes, (count, width, middle))]
         self._middle = middle
@@ -178,17 +178,22 @@ class BlockExperts(nn.Module):
         values = self.weights[0].values[index, begin : begin + self._middle]
         return BlockFp8(values, self.weights[0].scales[index, begin // BLOCK : (begin + self._middle) // BLOCK])
 
-    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor, out: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor | Codes, chosen: Tensor, shares: Tensor, out: Tensor | None = None) -> Tensor:
         """Weighted sum [T, K] over the choices int[T, k] that are among these experts; in `out`, if it has the dtype of
-        `hidden`."""
-        if out is not None and out.dtype != hidden.dtype:
+        activations. On a GPU experts that quantize rows take rows that are quantized."""
+        if out is not None and out.dtype != (torch.bfloat16 if isinstance(hidden, Codes) else hidden.dtype):
             out = None
-        if self.quantizes_rows:
+        if self.quantizes_rows or isinstance(hidden, Codes):
             gate_up, down = self.weights
             about = self.first, self.total
-            return block_experts_w8a8(hidden, chosen, shares, gate_up, down, *about, powers=self.powers, out=out)
+            return block_experts_w8a8(hidden, chosen, shares, gate_up, down, *about, powers=self.matmul.powers, out=out)
         gate, up, down = self.weights
         return block_experts(hidden, chosen, shares, gate, up, down, self.first, self.total, out=out)
+
+
+def expert_matmul(model: nn.Module) -> Matmul | None:
+    """How products of the routed experts of `model` are formed; None without experts in block-FP8."""
+    return next((module.matmul for module in model.modules() if isinstance(module, BlockExperts)), None)
 
 
 def share_scratch(model: nn.Module) -> None:
@@ -202,9 +207,12 @@ def share_scratch(model: nn.Module) -> None:
             it.scratch = scratch
 
 
-def prepare_products(model: nn.Module, tokens: Sequence[int], choices: int) -> None:
-    """Compile what products with decoded weights of `model` launch for these counts of rows. Before any capture."""
-    linears, experts = _members(model, quantizes_rows=False)
+def prepare_products(model: nn.Module, tokens: Sequence[int], choices: int, apart: Collection[nn.Module] = ()) -> None:
+    """Compile what products with decoded weights of `model` launch for these counts of rows. Before any capture.
+
+    `apart`: joined weights whose products are formed by themselves too.
+    """
+    linears, experts = _members(model, apart, quantizes_rows=False)
     prepare_block_fp8(
         [it.block_weight for it in linears],
         [(it.weights[0], it.weights[1], it.weights[2]) for it in experts],
@@ -214,12 +222,12 @@ def prepare_products(model: nn.Module, tokens: Sequence[int], choices: int) -> N
     )
 
 
-def prepare_quantized_products(model: nn.Module, rows_max: int, choices: int) -> int:
+def prepare_quantized_products(model: nn.Module, rows_max: int, choices: int, apart: Collection[nn.Module] = ()) -> int:
     """Likewise of w8a8 products for up to `rows_max` rows. Returns how many were formed.
 
     It takes minutes where the cache has none of their kernels, and gigabytes of device memory for as long.
     """
-    linears, experts = _members(model, quantizes_rows=True)
+    linears, experts = _members(model, apart, quantizes_rows=True)
     return prepare_w8a8(
         [it.block_weight for it in linears],
         [(it.weights[0], it.weights[1]) for it in experts],
@@ -229,7 +237,11 @@ def prepare_quantized_products(model: nn.Module, rows_max: int, choices: int) ->
     )
 
 
-def _members(model: nn.Module, *, quantizes_rows: bool) -> tuple[list[BlockLinear], list[BlockExperts]]:
+def _members(
+    model: nn.Module, apart: Collection[nn.Module], *, quantizes_rows: bool
+) -> tuple[list[BlockLinear], list[BlockExperts]]:
+    """Modules that form products of their own: of joined weights, the whole of them, and those of `apart`."""
     kinds = (BlockLinear, BlockExperts)
     found = [it for it in model.modules() if isinstance(it, kinds) and it.quantizes_rows == quantizes_rows]
-    return [it for it in found if isinstance(it, BlockLinear)], [it for it in found if isinstance(it, BlockExperts)]
+    linears = [it for it in found if isinstance(it, BlockLinear) and (it.joined is None or it in apart)]
+    return linears, [it for it in found if isinstance(it, BlockExperts)]

@@ -30,7 +30,7 @@ constexpr int SEAT_THREADS = 256;  // of a block of change_slots, close_change
 constexpr int SWAP_IN_SHARED_BYTES = 99568;  // of a block of swap_in
 constexpr int QUANTIZE_THREADS = 256;  // of a block of quantize_rows, quantize_gated
 constexpr int SUM_THREADS = 128;  // of a block of sum_rows
-constexpr int PLACE_THREADS = 1024;  // of the block of place_rows
+constexpr int PLACE_THREADS = 1024;  // of a block of place_rows
 constexpr int EXPERTS_MAX = 1024;  // of one rank: place_rows counts them in shared memory
 constexpr int UNIT = 16;  // index keys that a warp scores together
 constexpr int BATCH_MAX = 1024;  // rows of index_topk
@@ -273,18 +273,20 @@ struct PlaceRows {
     const void* chosen;  // [tokens, choices] experts: int32, or int64; tokens `stride` apart
     i32* rows;           // [assignments]; -1: no expert of this rank
     i32* ends;           // [experts] behind the last row of each
+    i32* counts;         // [blocks, experts] of the run of each block; null: one block has all
     i32 assignments, first, experts;
     i32 multiple;        // an expert's rows begin at a multiple
     i32 wide;            // 1: `chosen` is int64
     i32 stride, choices;
-    i32 unused;
+    i32 span;            // assignments of a run
 };
-static_assert(sizeof(PlaceRows) == 56, "as ctypes lays it out");
+static_assert(sizeof(PlaceRows) == 64, "as ctypes lays it out");
 
 struct QuantizeRows {
     const u16* hidden;   // [rows, k] bfloat16, `stride` values apart
     const u16* factors;  // of quantize_gated: likewise
-    const i32* rows;     // [count, choices] places of a row; of quantize_gated [count] rows; -1: none
+    const i32* rows;     // [count, choices] places of a row, -1: none; null: its own
+    const i32* behind;   // of quantize_gated: the end of the last expert's rows; null: count
     u8* values;          // [rows, k] e4m3
     float* scales;       // [blocks, span]
     i64 stride;
@@ -293,7 +295,21 @@ struct QuantizeRows {
     i32 span;            // at least as many as there are rows
     i32 powers;          // 1: scales are powers of two
 };
-static_assert(sizeof(QuantizeRows) == 72, "as ctypes lays it out");
+static_assert(sizeof(QuantizeRows) == 80, "as ctypes lays it out");
+
+struct SpreadRows {
+    const u8* codes;     // [count, k] e4m3, `stride` bytes apart
+    const float* given;  // [count, blocks] their scales, rows and blocks of any distance
+    const i32* rows;     // [count, choices] places of a row; -1: none
+    u8* values;          // [rows, k] e4m3
+    float* scales;       // [blocks, span]
+    i64 stride, scale_stride, block_stride;
+    i32 count, choices;
+    i32 k, blocks;       // 128 * blocks values of a row
+    i32 span;            // at least as many as there are rows
+    i32 unused;
+};
+static_assert(sizeof(SpreadRows) == 88, "as ctypes lays it out");
 
 struct SumRows {
     const u16* products;  // [rows, width] bfloat16

@@ -6,7 +6,8 @@
 // reads them.
 //
 // place_rows names a row for each choice of an expert: experts have as many rows as were chosen, from the next multiple of
-// `multiple` on. The order of an expert's rows differs from launch to launch. A row's product does not.
+// `multiple` on. Of many assignments each block takes a run, whose choices count_rows counts ahead of it. The order of an
+// expert's rows differs from launch to launch. A row's product does not.
 //
 // All may begin before the kernel ahead has ended, and wait for it before they read.
 #pragma once
@@ -74,7 +75,8 @@ struct Unit {
     int lane;
     bool real;
 };
-__device__ __forceinline__ Unit own_unit(const QuantizeRows& p, int turn) {
+template <typename Parameters>
+__device__ __forceinline__ Unit own_unit(const Parameters& p, int turn) {
     const u32 number = ((turn * gridDim.x + blockIdx.x) * QUANTIZE_THREADS + threadIdx.x) / UNIT_LANES;
     const u32 row = number / static_cast<u32>(p.blocks);
     const int lane = static_cast<int>(threadIdx.x) % UNIT_LANES;
@@ -82,7 +84,8 @@ __device__ __forceinline__ Unit own_unit(const QuantizeRows& p, int turn) {
 }
 __device__ __forceinline__ i64 column_of(const Unit& unit) { return unit.block * UNIT_VALUES + unit.lane * LANE_VALUES; }
 
-__device__ __forceinline__ void store_unit(const QuantizeRows& p, i64 row, const Unit& unit, uint2 codes, float scale) {
+template <typename Parameters>
+__device__ __forceinline__ void store_unit(const Parameters& p, i64 row, const Unit& unit, uint2 codes, float scale) {
     *reinterpret_cast<uint2*>(p.values + row * p.k + column_of(unit)) = codes;
     if (unit.lane == 0) p.scales[unit.block * static_cast<i64>(p.span) + row] = scale;
 }
@@ -94,24 +97,80 @@ __device__ __forceinline__ int expert_of(const PlaceRows& p, int assignment) {
     return own >= 0 && own < p.experts ? static_cast<int>(own) : -1;
 }
 
-}  // namespace hisparse
+// A unit to the places of its row's choices.
+template <typename Parameters>
+__device__ __forceinline__ void store_to_choices(const Parameters& p, const Unit& unit, uint2 codes, float scale) {
+    for (int base = 0; base < p.choices; base += UNIT_LANES) {
+        const int own = base + unit.lane;
+        const bool chosen = unit.real && own < p.choices;
+        const i32 place = chosen ? p.rows[static_cast<i64>(unit.row) * p.choices + own] : -1;
+        const int half = static_cast<int>(threadIdx.x) / UNIT_LANES % 2 * UNIT_LANES;
+        u32 left = __ballot_sync(ALL_LANES, place >= 0) >> half & ((1 << UNIT_LANES) - 1);
+        for (; __any_sync(ALL_LANES, left != 0); left &= left - 1) {
+            const i32 row = __shfl_sync(ALL_LANES, place, half + max(0, __ffs(left) - 1));
+            if (left) store_unit(p, row, unit, codes, scale);
+        }
+    }
+}
 
-// A row for each assignment to an expert of this rank. One block.
-extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) place_rows(const __grid_constant__ hisparse::PlaceRows p) {
-    using namespace hisparse;
-    __shared__ i32 counts[EXPERTS_MAX], starts[EXPERTS_MAX];
-    const int thread = threadIdx.x;
-    await_last();
-    let_next_begin();
-    for (int expert = thread; expert < p.experts; expert += PLACE_THREADS) counts[expert] = 0;
+// Assignments of a block of threads: p.span of them.
+struct Run {
+    int first, stop;
+};
+__device__ __forceinline__ Run own_run(const PlaceRows& p) {
+    const int first = static_cast<int>(blockIdx.x) * p.span;
+    return {first, min(first + p.span, p.assignments)};
+}
+
+// Count the assignments of a run by expert. Each gets its number among those of its expert; -1: another rank's.
+__device__ __forceinline__ void count_run(const PlaceRows& p, i32* counts) {
+    for (int expert = threadIdx.x; expert < p.experts; expert += PLACE_THREADS) counts[expert] = 0;
     __syncthreads();
-    for (int i = thread; i < p.assignments; i += PLACE_THREADS) {
+    const Run run = own_run(p);
+    for (int i = run.first + static_cast<int>(threadIdx.x); i < run.stop; i += PLACE_THREADS) {
         const int expert = expert_of(p, i);
         p.rows[i] = expert < 0 ? -1 : atomicAdd(&counts[expert], 1);
     }
     __syncthreads();
+}
+
+}  // namespace hisparse
+
+// Of many assignments: the counts of each run, and each assignment's number among those of its run and expert.
+extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) count_rows(const __grid_constant__ hisparse::PlaceRows p) {
+    using namespace hisparse;
+    __shared__ i32 counts[EXPERTS_MAX];
+    await_last();
+    let_next_begin();
+    count_run(p, counts);
+    for (int expert = threadIdx.x; expert < p.experts; expert += PLACE_THREADS)
+        p.counts[static_cast<i64>(blockIdx.x) * p.experts + expert] = counts[expert];
+}
+
+// A row for each assignment to an expert of this rank. One block without counts of runs.
+extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) place_rows(const __grid_constant__ hisparse::PlaceRows p) {
+    using namespace hisparse;
+    __shared__ i32 counts[EXPERTS_MAX], starts[EXPERTS_MAX], before[EXPERTS_MAX];
+    const int thread = threadIdx.x;
+    await_last();
+    let_next_begin();
+    if (p.counts == nullptr) {
+        count_run(p, counts);
+        for (int expert = thread; expert < p.experts; expert += PLACE_THREADS) before[expert] = 0;
+    } else {
+        for (int expert = thread; expert < p.experts; expert += PLACE_THREADS) {
+            i32 total = 0;
+#pragma unroll 8
+            for (int run = 0; run < static_cast<int>(gridDim.x); ++run) {
+                if (run == static_cast<int>(blockIdx.x)) before[expert] = total;
+                total += p.counts[static_cast<i64>(run) * p.experts + expert];
+            }
+            counts[expert] = total;
+        }
+    }
+    __syncthreads();
     if (thread < 32) {
-        i32 before = 0;
+        i32 behind = 0;
         for (int base = 0; base < p.experts; base += 32) {
             const int expert = base + thread;
             const i32 held = expert < p.experts ? counts[expert] : 0;
@@ -121,16 +180,17 @@ extern "C" __global__ void __launch_bounds__(hisparse::PLACE_THREADS) place_rows
                 const i32 lower = __shfl_up_sync(ALL_LANES, sum, by);
                 if (thread >= by) sum += lower;
             }
-            if (expert < p.experts) starts[expert] = before + sum - taken;
-            before += __shfl_sync(ALL_LANES, sum, 31);
+            if (expert < p.experts) starts[expert] = behind + sum - taken;
+            behind += __shfl_sync(ALL_LANES, sum, 31);
         }
     }
     __syncthreads();
-    for (int expert = thread; expert < p.experts; expert += PLACE_THREADS)
-        p.ends[expert] = starts[expert] + counts[expert];
-    for (int i = thread; i < p.assignments; i += PLACE_THREADS) {
+    if (blockIdx.x == 0)
+        for (int expert = thread; expert < p.experts; expert += PLACE_THREADS) p.ends[expert] = starts[expert] + counts[expert];
+    const Run run = own_run(p);
+    for (int i = run.first + thread; i < run.stop; i += PLACE_THREADS) {
         const int expert = expert_of(p, i);
-        if (expert >= 0) p.rows[i] += starts[expert];
+        if (expert >= 0) p.rows[i] += starts[expert] + before[expert];
     }
 }
 
@@ -159,42 +219,55 @@ extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
             if (unit.real) store_unit(p, unit.row, unit, codes, scale);
             continue;
         }
-        for (int base = 0; base < p.choices; base += UNIT_LANES) {
-            const int own = base + unit.lane;
-            const bool chosen = unit.real && own < p.choices;
-            const i32 place = chosen ? p.rows[static_cast<i64>(unit.row) * p.choices + own] : -1;
-            for (int choice = 0; choice < min(UNIT_LANES, p.choices - base); ++choice) {
-                const i32 row = __shfl_sync(ALL_LANES, place, threadIdx.x / UNIT_LANES % 2 * UNIT_LANES + choice);
-                if (row >= 0) store_unit(p, row, unit, codes, scale);
-            }
-        }
+        store_to_choices(p, unit, codes, scale);
     }
 }
 
-// silu(hidden) * factors, rounded to bfloat16 after each of both, of rows where they are.
+// Quantized rows, each to the places of its choices.
+extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
+    spread_rows(const __grid_constant__ hisparse::SpreadRows p) {
+    using namespace hisparse;
+    await_last();
+    let_next_begin();
+    uint2 codes[UNITS];
+    float scales[UNITS];
+#pragma unroll
+    for (int turn = 0; turn < UNITS; ++turn) {
+        const Unit unit = own_unit(p, turn);
+        codes[turn] = {0, 0}, scales[turn] = 1;
+        if (!unit.real) continue;
+        codes[turn] = *reinterpret_cast<const uint2*>(p.codes + unit.row * p.stride + column_of(unit));
+        if (unit.lane == 0) scales[turn] = p.given[unit.row * p.scale_stride + unit.block * p.block_stride];
+    }
+#pragma unroll
+    for (int turn = 0; turn < UNITS; ++turn) {
+        const Unit unit = own_unit(p, turn);
+        if (!__any_sync(ALL_LANES, unit.real)) return;
+        store_to_choices(p, unit, codes[turn], scales[turn]);
+    }
+}
+
+// silu(hidden) * factors, rounded to bfloat16 after each of both, of the first rows; of experts those ahead of the last end.
 extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
     quantize_gated(const __grid_constant__ hisparse::QuantizeRows p) {
     using namespace hisparse;
     await_last();
     let_next_begin();
-    i32 rows[UNITS];
     uint4 words[UNITS], factors[UNITS];
+    const u32 behind = p.behind == nullptr ? static_cast<u32>(p.count) : static_cast<u32>(*p.behind);
 #pragma unroll
     for (int turn = 0; turn < UNITS; ++turn) {
         const Unit unit = own_unit(p, turn);
-        rows[turn] = !unit.real ? -1 : p.rows == nullptr ? static_cast<i32>(unit.row) : p.rows[unit.row];
-    }
-#pragma unroll
-    for (int turn = 0; turn < UNITS; ++turn) {
         words[turn] = factors[turn] = {0, 0, 0, 0};
-        if (rows[turn] < 0) continue;
-        const i64 at = rows[turn] * p.stride + column_of(own_unit(p, turn));
+        if (unit.row >= behind) continue;
+        const i64 at = unit.row * p.stride + column_of(unit);
         words[turn] = *reinterpret_cast<const uint4*>(p.hidden + at);
         factors[turn] = *reinterpret_cast<const uint4*>(p.factors + at);
     }
 #pragma unroll
     for (int turn = 0; turn < UNITS; ++turn) {
-        if (!__any_sync(ALL_LANES, rows[turn] >= 0)) continue;
+        const Unit unit = own_unit(p, turn);
+        if (!__any_sync(ALL_LANES, unit.row < behind)) return;
         float x[LANE_VALUES], factor[LANE_VALUES];
         widen(x, words[turn]);
         widen(factor, factors[turn]);
@@ -205,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
         }
         const float scale = scale_of(x, p.powers);
         const uint2 codes = codes_of(x, scale, p.powers);
-        if (rows[turn] >= 0) store_unit(p, rows[turn], own_unit(p, turn), codes, scale);
+        if (unit.row < behind) store_unit(p, unit.row, unit, codes, scale);
     }
 }
 

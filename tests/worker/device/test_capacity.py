@@ -40,6 +40,7 @@ from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensio
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.layout import ExpertShare, exchange_bytes, group_sizes, prompt_scratch_bytes, weights_bytes
+from worker.weights.matmul import DECODED, Matmul
 from worker.weights.model import load_model
 from worker.weights.quantization import Quantization
 from worker.weights.shares import fitting_group_size, rank_bytes
@@ -395,7 +396,7 @@ def test_eight_gpus_of_141_gb_hold_671_billion_parameters(tmp_path: Path) -> Non
     assert BLOCK_TOKENS_MAX > SEATS_MAX, "a block of a prompt has more rows than any step"
     text = " ".join(size(config, *WHOLE, "--gpu-mem", "141GB", "--group-size", "8").split())
     assert "Weights on each GPU of a group of 8:" in text
-    assert "Buffers for the exchange of rows: 1.4 GiB. Prompt passes: 2.5 GiB." in text
+    assert "Buffers for the exchange of rows: 1.4 GiB. Prompt passes: 2.8 GiB." in text
 
 
 def test_ranks_that_draft_hold_a_share_of_the_draft_layer(tmp_path: Path) -> None:
@@ -416,12 +417,13 @@ def test_ranks_that_draft_hold_a_share_of_the_draft_layer(tmp_path: Path) -> Non
 def test_buffers_of_the_exchange_are_those_that_a_rank_has(
     deterministic: bool, dtype: torch.dtype, choices: int
 ) -> None:
-    exchange = Exchange(
-        Alike(0, 3), hidden=36, choices=choices, rows_max=10, dtype=dtype, device="cpu", deterministic=deterministic
-    )
-    config = SimpleNamespace(hidden_size=36, num_experts_per_tok=choices)
-    name = str(dtype).removeprefix("torch.")
-    assert exchange_bytes(config, name, 3, 10, deterministic=deterministic) == exchange.bytes
+    config, name = SimpleNamespace(hidden_size=384, num_experts_per_tok=choices), str(dtype).removeprefix("torch.")
+    for matmul in (None, DECODED, Matmul("fake 0.0")):
+        form = {"hidden": 384, "choices": choices, "rows_max": 10, "dtype": dtype, "device": "cpu", "matmul": matmul}
+        exchange = Exchange(Alike(0, 3), deterministic=deterministic, **form)  # type: ignore[arg-type]
+        quantized = matmul is not None and matmul.quantizes_rows
+        computed = exchange_bytes(config, name, 3, 10, deterministic=deterministic, quantized=quantized)
+        assert computed == exchange.bytes
 
 
 def test_deterministic_sums_are_exchanged_in_float32() -> None:

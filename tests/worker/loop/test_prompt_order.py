@@ -38,24 +38,24 @@ def test_short_prompt_waits_for_as_many_tokens_of_a_long_one_as_it_has() -> None
 
 def test_owner_has_no_more_of_a_pass_than_twice_what_another_owner_has() -> None:
     short, long = [waiting(1, 300, "few")], [waiting(number, 250, "many") for number in range(2, 40)]
-    taken = PromptOrder().compose(short + long, PASS)
+    taken = PromptOrder().compose(short + long, PASS, SLAB)
     assert sorted(it.prompt for it in taken) == [1, 2, 3]
-    assert PromptOrder().compose([waiting(1, 3, "few"), waiting(2, 602, "many")], PASS) == [Taken(1, 0, 3)]
+    assert PromptOrder().compose([waiting(1, 3, "few"), waiting(2, 602, "many")], PASS, SLAB) == [Taken(1, 0, 3)]
     alike = [waiting(number, 3 + number, f"owner {number}") for number in range(20)]
-    assert len(PromptOrder().compose(alike, PASS)) == 20
-    assert len(PromptOrder().compose(long, PASS)) == -(-PASS // 250), "an owner alone fills it"
+    assert len(PromptOrder().compose(alike, PASS, SLAB)) == 20
+    assert len(PromptOrder().compose(long, PASS, SLAB)) == -(-PASS // 250), "an owner alone fills it"
 
 
 def test_shorter_prompt_preempts_the_pass_of_an_owner_whose_turn_it_is() -> None:
     """It is not packed behind prompts that are many times as long."""
     order = PromptOrder()
     prompts = [waiting(1, 3, "few"), waiting(2, 602, "many")]
-    order.compose(prompts, PASS)
+    order.compose(prompts, PASS, SLAB)
     order.took("few", 1_000)
-    assert order.compose(prompts, PASS) == [Taken(2, 0, 602)]
-    assert order.preempting(prompts[:1], (602,), 602, 602) == [Taken(1, 0, 3)]
+    assert order.compose(prompts, PASS, SLAB) == [Taken(2, 0, 602)]
+    assert order.preempting(prompts[:1], (602,), 602, 602, SLAB) == [Taken(1, 0, 3)]
     longer = [waiting(1, 600, "few"), *(waiting(number, 500, "many") for number in range(2, 9))]
-    assert Taken(1, 0, 600) in order.compose(longer, PASS), "it could not preempt that one"
+    assert Taken(1, 0, 600) in order.compose(longer, PASS, SLAB), "it could not preempt that one"
 
 
 def test_waiting_makes_prompts_shorter() -> None:

@@ -12,6 +12,7 @@ from protocol.units import pages_for
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
 from tests.support.worker_rig import SETTINGS, Rig
 from tests.worker.loop.test_fences import MUTANT_SEEDS, MakeStreams, lagging, simulated
+from worker.device import sizing
 from worker.device.arena import Arena
 from worker.loop.batch import RunningRequest, Status
 from worker.loop.prefill import LaunchedPass, Prefill
@@ -22,6 +23,12 @@ from worker.streams.simulated import SimulatedFence, SimulatedStream
 
 PROMPT = 250
 SEEDS = range(6)
+
+
+@pytest.fixture(autouse=True)
+def _slab_of_one_longest_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that prompts share few pages, and the next one gets those of the last."""
+    monkeypatch.setattr(sizing, "PACKED_PAGES_MAX", 0)
 
 
 def groups_of(seed: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import prompt_index
+from kernels.cuda import deep_gemm, prompt_index, quantize
 from kernels.cuda.prompt_topk import SCORES_MAX
 from kernels.prompt_pieces import PromptPiece, PromptPieces
 from kernels.rows import read_index_keys, read_slab_rows
@@ -28,7 +28,14 @@ from worker.runners.base import PromptPart, PromptPass, StepOutputs
 from worker.runners.prompt import ModelPass, PromptBlock
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import TransformersRunner
-from worker.weights.layout import EXPERT_ROWS_MAX, TOPK_SCRATCH_BYTES, prompt_scratch_bytes
+from worker.weights.layout import (
+    EXPERT_ROWS_MAX,
+    EXPERT_TILE_ROWS,
+    QUANTIZED_EXPERT_ROWS_MAX,
+    TOPK_SCRATCH_BYTES,
+    _quantized_experts_bytes,
+    prompt_scratch_bytes,
+)
 from worker.weights.synth import published_config
 
 #: Tokens of prompts, by seat: several pages, less than one, some beyond the top-k.
@@ -363,14 +370,28 @@ def test_open_pass_keeps_the_bytes_that_are_computed(family: str) -> None:
 
 
 @families
+def test_rows_of_experts_take_the_bytes_that_are_computed(family: str) -> None:
+    """For the worst routing of a piece: two of what follow one another at a time."""
+    config = published_config(family)
+    choices, experts = config.num_experts_per_tok, config.n_routed_experts // 8
+    rows = quantize.rows_most(deep_gemm.PIECE_TOKENS * choices, experts, deep_gemm.ROWS_MANY)
+    hidden, middle = config.hidden_size, config.moe_intermediate_size
+    read, gated = (values + 4 * values // 128 for values in (hidden, middle))
+    held = max(read + 4 * middle, 4 * middle + gated, gated + 2 * hidden)
+    computed = _quantized_experts_bytes(config, BLOCK_TOKENS_MAX, 8, 2) - 2 * BLOCK_TOKENS_MAX * hidden
+    assert rows * held <= computed < 1.01 * rows * held
+
+
+@families
 def test_block_of_a_published_model_takes_a_few_gigabytes(family: str) -> None:
     config = published_config(family)
     block = prompt_scratch_bytes(config, BLOCK_TOKENS_MAX, 8_192, 0)
     assert 1 << 30 < block < 3 << 30
-    assert prompt_scratch_bytes(config, BLOCK_TOKENS_MAX, 8_192, 0, ranks=8) == block
-    assert prompt_scratch_bytes(config, 512, 8_192, 0) < block / 4
+    assert block < prompt_scratch_bytes(config, BLOCK_TOKENS_MAX, 8_192, 0, ranks=8) < 1.25 * block
+    assert prompt_scratch_bytes(config, 512, 8_192, 0) < block / 3
     assert block / 2 < prompt_scratch_bytes(config, 512, 8_192, 0, ranks=8) < block
     assert (EXPERT_ROWS_MAX, TOPK_SCRATCH_BYTES) == (PIECE_ROWS, 4 * SCORES_MAX)
+    assert (QUANTIZED_EXPERT_ROWS_MAX, EXPERT_TILE_ROWS) == (deep_gemm.PIECE_TOKENS, deep_gemm.ROWS_MANY)
     assert prompt_index.scratch_bytes(processors=160) <= TOPK_SCRATCH_BYTES
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.block_fp8 import decode_blocks
-from kernels.block_weight import BLOCK
+from kernels.block_weight import BLOCK, BlockFp8
 from tests.kernels.test_block_fp8 import draw
 from tests.support.runner_rig import Rig
 from tests.worker.runners.test_synthetic import MIXED, SMALL
@@ -180,6 +181,46 @@ def test_model_of_either_products_holds_the_same_bytes(family: str, monkeypatch:
         assert any(getattr(one, "quantizes_rows", False) for one in model.modules()) == made.quantizes_rows
         held.append(held_bytes(model))
     assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("draft_tokens", [0, 1])
+def test_products_are_prepared_in_the_forms_that_a_model_takes_alone(
+    family: str, draft_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a joined weight is compiled for the draft layer alone, whose rows come without queries."""
+    config = type(published_config(family))(**WHOLE | {"hidden_size": 256, "num_nextn_predict_layers": 1})
+    formed, prepared = set[int](), set[int]()
+
+    def form(hidden: Tensor, weight: BlockFp8, *_: object, **__: object) -> Tensor:
+        formed.add(len(weight.values))
+        return hidden.new_zeros(len(hidden), len(weight.values))
+
+    def prepare(linears: Iterable[BlockFp8], *_: object, **__: object) -> int:
+        prepared.update(len(weight.values) for weight in linears)
+        return 0
+
+    monkeypatch.setattr(modules, "block_linear_w8a8", form)
+    monkeypatch.setattr(modules, "block_gated_w8a8", lambda gate, _, weight, **__: form(gate, weight))
+    monkeypatch.setattr(modules, "prepare_w8a8", prepare)
+    monkeypatch.setattr(synthetic, "resolve_matmul", lambda *_, **__: W8A8)
+    runner = synthetic_runner(config, device="cpu", dtype="float32", fp8=True, draft_tokens=draft_tokens)
+    modules.prepare_quantized_products(runner._layers.model, 512, 2, runner._apart())
+    layers, angles = runner._layers, runner._layers.embed(torch.zeros(1, 3).long(), torch.arange(3)[None])[1]
+    hidden = torch.randn(1, 3, config.hidden_size)
+    for layer in layers:
+        entered = layers.enter(layer, hidden)
+        inputs = layers.compress(layer, entered)
+        layers.project(layer, inputs, angles)
+        if layer.anchor:
+            layers.project_index(layer, inputs, angles)
+        attended = hidden.new_zeros(1, 3, layer.attention.o_proj.in_features)
+        layers.finish(layer, hidden, attended, layers.prompt_experts)
+    if layers.draft is not None:
+        layers.kept(layers.draft, layers.enter(layers.draft, hidden), angles)
+    assert formed == prepared
+    assert 128 + 128 + 80 in formed
+    assert (80 in formed) == bool(draft_tokens)
 
 
 class Biased:
