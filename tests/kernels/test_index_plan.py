@@ -1,4 +1,4 @@
-"""index_plan: how blocks of index_scores share pages on Hopper, by the kernel's own source, emulated."""
+"""Shares of the blocks of index_scores on Hopper, and their histograms: the kernels' own source, emulated."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ void index_plan(hisparse::IndexTopk p) {
         asked[++asked[0]] = static_cast<i32>((static_cast<const u8*>(page) - p.state.index_keys) / PAGE_BYTES);
     brought.clear();
 }
+void index_flush(hisparse::IndexTopk p) {
+    using namespace hisparse;
+    u32* const bins = reinterpret_cast<u32*>(p.counters);
+    if (p.k == 512) flush_bins<512>(bins, p.histogram);
+    if (p.k == 384) flush_bins<384>(bins, p.histogram);
+    if (p.k == 32) flush_bins<32>(bins, p.histogram);
+}
 """
 
 
@@ -51,7 +58,7 @@ def probe() -> ctypes.CDLL:
         *FLAGS,
         *(f"-D{key}={value}" for key, value in (*INDEXER.defines(HOPPER), ("TOLD", TOLD), ("ASKED", ASKED))),
     ]
-    source = PROBE + SOURCE.format(kernel="index_plan")
+    source = PROBE + SOURCE.format(kernel="index_plan") + SOURCE.format(kernel="index_flush")
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(build("index_plan", sources_of("index_plan", source=source), flags).cubin)
         file.flush()
@@ -135,3 +142,21 @@ def test_rows_of_one_length_are_cut_at_their_ends() -> None:
 def test_a_step_without_rows_has_no_shares() -> None:
     check([3000, 200], [0, 0], 0, 4)
     check([3000, 200], [-1, -1], 2, 4)
+
+
+@pytest.mark.parametrize("threads", [32, 384, 512])
+def test_a_histogram_is_added_and_emptied(threads: int) -> None:
+    """Few bins, far apart, and a crowd of neighbours; the row's histogram holds something before."""
+    draw = np.random.default_rng(threads)
+    bins = np.zeros(structures.BINS, np.uint32)
+    bins[[0, 31, 32, 4095, structures.BINS - 1]] = draw.integers(1, 9, 5)
+    bins[5000:5100] = draw.integers(0, 3, 100)
+    histogram = draw.integers(0, 5, structures.BINS + structures.COARSE_BINS).astype(np.uint32)
+    want = histogram + np.concatenate([bins, bins.reshape(structures.COARSE_BINS, -1).sum(axis=1, dtype=np.uint32)])
+    block = structures.IndexTopk(counters=bins.ctypes.data, histogram=histogram.ctypes.data, k=threads)
+    said = ctypes.create_string_buffer(200)
+    kernel = probe().emulate_index_flush
+    kernel.restype = ctypes.c_bool
+    assert kernel(ctypes.byref(block), 1, 1, threads, 1, 0, 1, said, len(said)), said.value.decode()
+    assert histogram.tolist() == want.tolist()
+    assert not bins.any()
