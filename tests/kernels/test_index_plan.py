@@ -137,6 +137,7 @@ def test_blocks_share_the_pages_of_all_rows_that_are_scored(rows: int) -> None:
 def test_rows_of_one_length_are_cut_at_their_ends() -> None:
     check([8192], [0], 1, 132)
     check([2048] * 16, [0] * 16, 16, 33)
+    check([2048] * 3, [0] * 3, 3, 34)
 
 
 def test_a_step_without_rows_has_no_shares() -> None:
