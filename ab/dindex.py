@@ -2,13 +2,12 @@
 import ctypes, itertools, os, statistics, sys, time, traceback
 from kernels.cuda import index_topk as m
 
-DEFAULT = dict(DIR="kernels/cuda/src", FAST=0, FLAG=0, PREFETCH=0, CARVE=0, PROBE=0, LEAN=0, SURE=0, RANGE=0, QUICK=0, WRITE=0, SELECT_WARPS=16, RANKS_MAX=8, SOLO_POSITIONS=8192)
-P = dict(FAST=1, PREFETCH=16)
-S = dict(SURE=1, PREFETCH=16)
-R = dict(S, RANGE=1, QUICK=1)
-V = {"base": {}, "P": P, "S0": dict(SURE=1), "S": S, "SR": dict(S, RANGE=1), "R": R, "RW": dict(R, WRITE=1), "RL": dict(R, LEAN=1), "RLW": dict(R, LEAN=1, WRITE=1), "R0": dict(R, PREFETCH=0), "CL": dict(R, WRITE=1, DIR="ab/clean"), "CLL": dict(R, LEAN=1, DIR="ab/clean")}
+DEFAULT = dict(DIR="kernels/cuda/src")
+V = {"base": dict(DIR="ab/main"), "D": {}, "CL": dict(DIR="ab/cl"), "X": dict(DIR="ab/clx")}
 import kernels.cuda.jit as jit
 from pathlib import Path
+was = m.Indexer.shared_bytes
+m.Indexer.shared_bytes = lambda self, arch: was(self, arch) + (2048 if self.on_hopper(arch) else 0)
 GOAL = {(8192,1):8.4,(8192,16):14.0,(8192,64):28.3,(32768,1):13.2,(32768,16):31.3,(32768,64):86.6,(131072,1):16.7,(131072,16):86.5,(131072,64):299}
 
 def fresh(name, **more):
@@ -22,11 +21,9 @@ def compile_all(part):
     from kernels.cuda.jit import cached_unit, cache_dir
     todo = []
     for name in V:
-        for probe in (0, 1):
-            if probe and name not in ("base", "RW"): continue
-            fresh(name, PROBE=probe)
-            for unit, defines in (("index_hopper", m.Indexer(64,128,2,1).defines(90)), ("index_select", m.select_defines() + (("FLAG", m.FLAG), ("PROBE", probe)))):
-                if (V[name].get("DIR"), unit, defines) not in todo: todo.append((V[name].get("DIR"), unit, defines))
+        fresh(name)
+        for unit, defines in (("index_hopper", m.Indexer(64,128,2,1).defines(90)), ("index_select", m.select_defines())):
+            todo.append((V[name].get("DIR"), unit, defines))
     for i, (d, unit, defines) in enumerate(todo):
         jit.SOURCE_DIR = Path(d or "kernels/cuda/src")
         if i % part[1] == part[0]: cached_unit(unit, defines, "sm_90", cache_dir())
@@ -61,7 +58,7 @@ def late(tensor, wrong):
 
 def check():
     from tests.gpu.index_bench import IndexBench
-    for name in ("CL", "RW", "P", "RL", "S0"):
+    for name in ("D", "X"):
         fresh(name)
         done = 0
         try:
@@ -117,7 +114,7 @@ def times():
     from benchmarks import index_topk as b
     b.REPLAYS, b.KEY_BYTES_MOST = 13, 4 << 30
     began = time.monotonic()
-    print("columns:", " ".join(V), "| scores alone base P S SR | apart base P R R0")
+    print("columns:", " ".join(V), "| scores alone, likewise | apart base D X")
     for context, batch in itertools.product((8192, 131072, 32768), (1, 64, 16)):
         if time.monotonic() - began > float(os.environ.get("LEFT", 40)): print("out of time"); return
         fresh("base")
@@ -135,12 +132,12 @@ def times():
             for name, graph in graphs.items():
                 whole[name] += b.timed(graph.replay, cell.groups)
                 if turn == 0: check_cell(cell, b, name)
-        for name in ("base", "P", "S", "SR"):
+        for name in V:
             fresh(name); cell.whole(0)
             only[name] = statistics.median(b.timed(b.capture(cell.scores, cell.groups).replay, cell.groups))
             b.scratch_of(cell.state).histogram.zero_(); b.scratch_of(cell.state).counters.zero_()
         far = []
-        for name in ("base", "P", "R", "R0"):
+        for name in ("base", "D", "X"):
             fresh(name); cell.whole(0); far.append("%.1f(%.1f)" % apart(cell, b, cell.whole))
         print(f"{context // 1024}k x {batch} [{GOAL[context, batch]}]:", " ".join(f"{statistics.median(w):.2f}" if w else "-" for w in whole.values()),
               "|", " ".join(f"{v:.2f}" for v in only.values()), "|", " ".join(far), flush=True)
