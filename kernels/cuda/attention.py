@@ -291,7 +291,9 @@ def hopper_cut_of(kernel: Kernel, heads: int, batch: int, row_blocks: int) -> Cu
     def cost(cut: Cut) -> int:
         at_once = kernel.clusters_at_once(CLUSTER_PAIR * cut.splits, HOPPER_SHARED_BYTES)
         rounds = -(-batch * -(-heads // cut.heads) // max(1, at_once))
-        return rounds * (-(-row_blocks // cut.splits) + HOPPER_OVERHEAD_BLOCKS[cut.heads]) * HOPPER_BLOCK_COST[cut.heads]
+        return (
+            rounds * (-(-row_blocks // cut.splits) + HOPPER_OVERHEAD_BLOCKS[cut.heads]) * HOPPER_BLOCK_COST[cut.heads]
+        )
 
     most = min(row_blocks, CLUSTER_MAX // CLUSTER_PAIR)
     pairs = [together for together in HEADS_TOGETHER if together <= heads_together(heads)]

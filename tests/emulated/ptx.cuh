@@ -52,7 +52,10 @@ inline u32 take(u32* counter) {
 inline void sync_named(int barrier, int threads) { emulated::meet(barrier, static_cast<unsigned>(threads)); }
 inline void* settled(void* shared) { return shared; }
 inline void let_next_begin() { emulated::may_be_overtaken(); }
-inline void await_last() {}
+inline std::function<void()> ends;  // what the kernel ahead writes last
+inline void await_last() {
+    if (ends) ends();
+}
 inline void store_if(bool wanted, void* at, u32 first, u32 second) {
     if (wanted) static_cast<u32*>(at)[0] = first, static_cast<u32*>(at)[1] = second;
 }

@@ -116,13 +116,13 @@ __device__ __forceinline__ void multiply_page(float (&c)[TILES][4], const u32 (&
 }
 #undef FOUR
 
-__device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) {
+__device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s, const PlannedShare& plan) {
     const u8* const keys = p.state.index_keys + p.group * p.state.key_rows * KEY_ROW;
     const u32 held = static_cast<u32>(p.state.key_rows / PAGE_TOKENS);
     const int lane = threadIdx.x % 32;
-    each_part(p, s, [&](int row, u32 from, u32 stop, u32 before) {
+    each_part(s, plan.own, [&](int row, u32 from, u32 stop, u32 before) {
         const i32* const table = p.state.index_table + static_cast<i64>(s.rows[row].x) * p.state.max_pages;
-        i32 next = from + lane < stop ? table[from + lane] : -1;
+        i32 next = plan.known && before == 0 ? plan.first : from + lane < stop ? table[from + lane] : -1;
         for (u32 base = from; base < stop; base += 32) {
             const i32 pages = next;
             next = base + 32 + lane < stop ? table[base + 32 + lane] : -1;
@@ -144,10 +144,11 @@ __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) 
     });
 }
 
-__device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) {
+__device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s, const Share& own) {
     const u32 warp = threadIdx.x % TEAM_THREADS / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u32 team = threadIdx.x / TEAM_THREADS;
-    each_part(p, s, [&](int row, u32 from, u32 stop, u32 before) {
+    each_part(s, own, [&](int row, u32 from, u32 stop, u32 before) {
+        u32 lowest = BINS - 1, highest = 0;
         const i64 place = static_cast<i64>(units_before(s, row)) * UNIT;
         const u32 length = static_cast<i64>(units_before(s, row + 1)) * UNIT <= p.capacity ? s.rows[row].y : 0;
         float* const scores = p.scores + place;
@@ -198,12 +199,18 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
             const u32 position = i * PAGE_TOKENS + 16 * warp + g + 8 * odd;
             if (t < 2 && position < length) {
                 scores[position] = score;
-                count_shared(s.bins + (order_key(score) >> BIN_SHIFT));
+                const u32 bin = order_key(score) >> BIN_SHIFT;
+                count_shared(s.bins + bin);
+                lowest = min(lowest, bin), highest = max(highest, bin);
             }
         }
+        lowest = __reduce_min_sync(0xFFFFFFFF, lowest), highest = __reduce_max_sync(0xFFFFFFFF, highest);
+        if (lane == 0) atomicMin(&s.lowest, lowest), atomicMax(&s.highest, highest);
         sync_named(1, 32 * WARPS);
-        flush_bins<32 * WARPS>(s.bins, row_histogram(p, row));
+        flush_bins<32 * WARPS>(s.bins, row_histogram(p, row), s.lowest, s.highest);
+        if (before + stop - from == own.end - own.begin) return;
         sync_named(1, 32 * WARPS);
+        if (threadIdx.x == 0) s.lowest = BINS - 1, s.highest = 0;
     });
 }
 
@@ -223,9 +230,10 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     }
     for (int i = 4 * threadIdx.x; i < BINS; i += 4 * SCORE_THREADS)
         *reinterpret_cast<uint4*>(s.bins + i) = make_uint4(0, 0, 0, 0);
-    plan_share(p, s);
-    if (threadIdx.x < 32 * WARPS)
-        score_pages(p, s);
+    if (threadIdx.x == 0) s.lowest = BINS - 1, s.highest = 0;
+    const PlannedShare plan = plan_share(p, s);
+    if (threadIdx.x >= 32 * WARPS)
+        bring_pages(p, s, plan);
     else
-        bring_pages(p, s);
+        score_pages(p, s, plan.own);
 }

@@ -120,35 +120,26 @@ __device__ __forceinline__ u32 order_key(float score) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Add what `bins` holds to the row's histogram, and empty them. Whole warps, THREADS in all.
-template <int THREADS> __device__ __forceinline__ void flush_bins(u32* bins, u32* histogram) {
+// Add what `bins` holds to the row's histogram, and empty them; only bins from `lowest` to `highest` hold anything. Whole
+// warps, THREADS in all.
+template <int THREADS>
+__device__ __forceinline__ void flush_bins(u32* bins, u32* histogram, u32 lowest = 0, u32 highest = BINS - 1) {
     static_assert(BINS == 32 * COARSE_BINS && THREADS % 32 == 0, "eight lanes hold what a coarse bin sums");
-    constexpr int READS = 4;  // on their way together
 #pragma unroll 1
-    for (int first = threadIdx.x; first < BINS / 4; first += READS * THREADS) {
-        uint4 held[READS];
-#pragma unroll
-        for (int j = 0; j < READS; ++j) {
-            const int i = first + j * THREADS;
-            held[j] = i < BINS / 4 ? reinterpret_cast<const uint4*>(bins)[i] : make_uint4(0, 0, 0, 0);
+    for (u32 i = lowest / 128 * 32 + threadIdx.x; i / 32 <= highest / 128; i += THREADS) {
+        const uint4 held = reinterpret_cast<const uint4*>(bins)[i];
+        u32 sum = held.x + held.y + held.z + held.w;
+        if (__any_sync(0xFFFFFFFF, sum != 0) == 0) continue;
+        if (sum != 0) {
+            reinterpret_cast<uint4*>(bins)[i] = make_uint4(0, 0, 0, 0);
+            if (held.x) atomicAdd(histogram + 4 * i, held.x);
+            if (held.y) atomicAdd(histogram + 4 * i + 1, held.y);
+            if (held.z) atomicAdd(histogram + 4 * i + 2, held.z);
+            if (held.w) atomicAdd(histogram + 4 * i + 3, held.w);
         }
 #pragma unroll
-        for (int j = 0; j < READS; ++j) {
-            const int i = first + j * THREADS;
-            const uint4 four = held[j];
-            u32 sum = four.x + four.y + four.z + four.w;
-            if (__any_sync(0xFFFFFFFF, sum != 0) == 0) continue;
-            if (sum != 0) {
-                reinterpret_cast<uint4*>(bins)[i] = make_uint4(0, 0, 0, 0);
-                if (four.x) atomicAdd(histogram + 4 * i, four.x);
-                if (four.y) atomicAdd(histogram + 4 * i + 1, four.y);
-                if (four.z) atomicAdd(histogram + 4 * i + 2, four.z);
-                if (four.w) atomicAdd(histogram + 4 * i + 3, four.w);
-            }
-#pragma unroll
-            for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
-            if (threadIdx.x % 8 == 0 && sum != 0) atomicAdd(histogram + BINS + i / 8, sum);
-        }
+        for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
+        if (threadIdx.x % 8 == 0 && sum != 0) atomicAdd(histogram + BINS + i / 8, sum);
     }
 }
 __device__ __forceinline__ u32* row_histogram(const IndexTopk& p, int row) {
