@@ -25,7 +25,7 @@
 // scores takes longer to read its queries than to multiply; each row is read twice, or decoded halves of rows are exchanged,
 // as many bytes as scores are); partial results in global memory and a second kernel that adds them up (30 us of 53 for 16
 // requests); bulk copies (rows must be swizzled on arrival, which only tiled copies of a tensor map do, a tile of a row at a
-// time); eight gathering warps (128 registers a thread are fewer than an instruction of 256 sums takes).
+// time).
 #pragma once
 
 #include "attend_gather.cuh"
