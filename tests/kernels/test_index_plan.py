@@ -80,8 +80,8 @@ def check(
     seed: int = 0,
     ahead_of: list[int] | None = None,
 ) -> None:
-    """Every block's share and the pages that it asked for, against the pages of all rows in order. `ahead_of`: lengths as
-    they stand until the kernel ahead has ended; what was asked for is not compared then."""
+    """Every block's share and the pages that it asked for, against the pages of all rows in order. `ahead_of`: lengths
+    as they stand until the kernel ahead has ended; what was asked for is not compared then."""
     draw = random.Random(seed)
     rows, most = len(lengths), max(1, *(-(-length // PAGE_TOKENS) for length in lengths))
     named = draw.sample(range(len(hot)), rows)
