@@ -496,15 +496,15 @@ SECTIONS: Final = (
     Section(
         "index_topk",
         "µs per launch: 64 heads of 128, top-k 2048, scattered index pages, no keys in L2. `memory`, `products`: "
-        "floors by the rates below; `share`: the larger floor over `scores`. `torch`: on keys already gathered.",
+        "floors by the rates below; `share`: the larger floor over `scores`. `torch`: on keys already gathered. "
+        "Measured before shares were planned ahead; the notes have nine cells of fp8 keys, before and after.",
         {"index_topk-H200.json": Part(f"{RAN_ON} {RATES}", (INDEX_TOPK,))},
         "index_topk-H200.svg",
     ),
     Section(
         "Attention over rows",
         "µs per launch: 128 heads over rows of 512 + 64 values, 2,048 entries a query; requests over hot buffers of "
-        "4,096 rows, prompt tokens over one context of 32,768. Floors as above. Measured before pairs of blocks halved "
-        "latents; the notes have cells of both.",
+        "4,096 rows, prompt tokens over one context of 32,768. Floors as above.",
         {"attention-H200.json": Part(f"{RAN_ON} {RATES}", (ATTENTION,))},
         "attention-H200.svg",
     ),

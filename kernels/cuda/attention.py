@@ -52,8 +52,8 @@ HOPPER_SHARED_BYTES: Final = 221_288
 CLUSTER_MAX, CLUSTER_PAIR = 16, 2
 HEADS_TOGETHER: Final = (64, 128)  # of a pair
 #: What a pair costs there, in blocks of rows; and what a block of rows costs, by heads of a pair.
-HOPPER_OVERHEAD_BLOCKS: Final = 4
-HOPPER_BLOCK_COST: Final = {64: 4, 128: 5}
+HOPPER_OVERHEAD_BLOCKS: Final = {64: 10, 128: 7}
+HOPPER_BLOCK_COST: Final = {64: 1, 128: 2}
 #: Blocks of heads, over all batch rows, from which on attend_rows.cuh was measured to be the faster one.
 HOPPER_PROGRAMS_LEAST: Final = 8
 
@@ -291,7 +291,9 @@ def hopper_cut_of(kernel: Kernel, heads: int, batch: int, row_blocks: int) -> Cu
     def cost(cut: Cut) -> int:
         at_once = kernel.clusters_at_once(CLUSTER_PAIR * cut.splits, HOPPER_SHARED_BYTES)
         rounds = -(-batch * -(-heads // cut.heads) // max(1, at_once))
-        return rounds * (-(-row_blocks // cut.splits) + HOPPER_OVERHEAD_BLOCKS) * HOPPER_BLOCK_COST[cut.heads]
+        return (
+            rounds * (-(-row_blocks // cut.splits) + HOPPER_OVERHEAD_BLOCKS[cut.heads]) * HOPPER_BLOCK_COST[cut.heads]
+        )
 
     most = min(row_blocks, CLUSTER_MAX // CLUSTER_PAIR)
     pairs = [together for together in HEADS_TOGETHER if together <= heads_together(heads)]

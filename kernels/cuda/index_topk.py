@@ -43,6 +43,7 @@ HOPPER_WARPS: Final = 16  # that multiply
 HOPPER_STAGES: Final = 16  # pages of keys on their way, a multiple of the teams of four warps
 HOPPER_PARTS: Final = 1  # e4m3 values that a query's value becomes
 HOT_MAX: Final = 1024
+AHEAD_ROWS: Final = 64  # planned before the kernel ahead has ended
 # index_select.cuh
 SELECT_WARPS: Final = 16
 SOLO_POSITIONS: Final = 8192  # of a row that one block takes alone
@@ -118,7 +119,15 @@ class Indexer:
         if self.on_hopper(arch):
             page = PAGE_TOKENS * self.key_row_bytes
             queries = sizes["PARTS"] * self.heads * self.dim + 4 * self.heads
-            return sizes["STAGES"] * (page + 16) + queries + 4 * BINS + 16 * (BATCH_MAX + 1) + 4 * HOT_MAX + 272
+            return (
+                sizes["STAGES"] * (page + 16)
+                + queries
+                + 4 * BINS
+                + 16 * (BATCH_MAX + 1)
+                + 4 * HOT_MAX
+                + 20 * AHEAD_ROWS
+                + 288
+            )
         return 4 * BINS + self.queries_bytes + sizes["WARPS"] * sizes["STAGES"] * UNIT * self.key_row_bytes
 
 

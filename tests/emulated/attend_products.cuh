@@ -105,8 +105,7 @@ inline void multiply_keys(float (&c)[32], u32 a, u32 b, int more) {
     multiply(c, lines, [=](int column, int k) { return by_columns(b, column, k); }, more != 0);
 }
 // Registers of a quad have the 16 values of a line: two words each, of columns 2 t and 8 + 2 t.
-inline void multiply_latents(float* sums, const u32* a, u32 b) {
-    float(&c)[64] = *reinterpret_cast<float(*)[64]>(sums);
+template <int SIZE> void multiply_latents(float (&c)[SIZE], const u32* a, u32 b) {
     const int quad = threadIdx.x % 32 & ~3;
     float lines[2][16];
     for (int i = 0; i < 4; ++i)

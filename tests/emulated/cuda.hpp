@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -39,6 +40,7 @@ struct alignas(8) uint2 { unsigned x, y; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 struct alignas(8) int2 { int x, y; };
 struct alignas(8) float2 { float x, y; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 struct dim3 { unsigned x, y, z; };
 
@@ -66,7 +68,7 @@ struct Block {
     std::vector<Block*>* peers;
     Barrier barriers[16];
     bool any[16][2];  // at each barrier: of the meeting that comes, and of the one before
-    int all;  // of __syncthreads_and
+    int all;  // of __syncthreads_and and __syncthreads_count
     uint8_t* shared;
 };
 struct Copy { void* to; const void* from; unsigned bytes; };
@@ -317,6 +319,15 @@ inline bool __syncthreads_and(bool value) {
     if (!value) all = 0;
     __syncthreads();
     return all != 0;
+}
+inline int __syncthreads_count(bool value) {
+    int& all = emulated::self->block->all;
+    __syncthreads();
+    if (emulated::self->thread.x == 0) all = 0;
+    __syncthreads();
+    all += value;
+    __syncthreads();
+    return all;
 }
 inline void __syncwarp() { emulated::exchange(0); }
 

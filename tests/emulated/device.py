@@ -113,6 +113,7 @@ class Emulated:
 
     def __init__(self, unit: str, kernel: str, defines: Defines, device: Device) -> None:
         self.name, self._device = kernel, device
+        self._threads = threads_of(kernel, dict(defines))
         built = library(unit, defines, device.edits if unit == "swap_in" else ())
         self._emulate = getattr(built, f"emulate_{kernel}")
         self._emulate.restype = ctypes.c_bool
@@ -132,7 +133,7 @@ class Emulated:
         said = ctypes.create_string_buffer(SAID_BYTES)
         self._device.launches += 1
         seed = hash((self._device.seed, self._device.launches)) & 0xFFFF_FFFF
-        numbers = (*grid, threads or THREADS[self.name], cluster, shared_bytes, seed)
+        numbers = (*grid, threads or self._threads, cluster, shared_bytes, seed)
         fine = self._emulate(ctypes.byref(parameters), *numbers, said, SAID_BYTES)
         assert fine, f"{self.name}: {said.value.decode()}"
 
@@ -145,6 +146,12 @@ class Emulated:
 
 #: Launch bounds, where the launcher names no number.
 THREADS: Final = {"swap_in": 768, "prompt_index": 640, "prompt_merge": 1024, "attend_rows": 512}
+
+
+def threads_of(kernel: str, defines: dict[str, int]) -> int:
+    """Return the threads of a block, the launch bound of the kernel's source."""
+    few = kernel == "attend_rows" and (defines["KEY_BYTES"], defines["HEADS"]) == (2, 128)  # fewer warps gather
+    return THREADS.get(kernel, 0) - 128 * few
 
 
 class Device:

@@ -26,6 +26,12 @@ inline void await_words() {
     for (const auto& copy : emulated::self->copies) std::memcpy(copy.to, copy.from, copy.bytes);
     emulated::self->copies.clear();
 }
+inline std::vector<const void*> brought;  // to L2
+inline void bring_to_l2(const void* from, u32 bytes) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) emulated::complain("a bulk copy is not of whole lines of 16 bytes");
+    emulated::may_be_overtaken();
+    brought.push_back(from);
+}
 inline u32 e4m3_of(float value) {
     const u32 bits = __float_as_uint(value), sign = bits >> 24 & 0x80;
     if (value != value) return sign | 0x7F;
@@ -46,11 +52,15 @@ inline u32 take(u32* counter) {
 inline void sync_named(int barrier, int threads) { emulated::meet(barrier, static_cast<unsigned>(threads)); }
 inline void* settled(void* shared) { return shared; }
 inline void let_next_begin() { emulated::may_be_overtaken(); }
-inline void await_last() {}
+inline std::function<void()> ends;  // what the kernel ahead writes last
+inline void await_last() {
+    if (ends) ends();
+}
 inline void store_if(bool wanted, void* at, u32 first, u32 second) {
     if (wanted) static_cast<u32*>(at)[0] = first, static_cast<u32*>(at)[1] = second;
 }
 inline void count_shared(u32* word) { ++*word; }
+inline void count_shared_if(bool condition, u32* word) { *word += condition; }
 inline void set_bits_if(bool condition, u32* word, u32 bits) { if (condition) *word |= bits; }
 
 // A gate is calls that are wanted, and from 32 bits on bytes: open when it is 0, for good.

@@ -4,8 +4,10 @@ where arithmetic is exact.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import replace
+from typing import Final
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from cuda.bindings import driver  # noqa: E402
+
 from kernels.begin_step import begin_step  # noqa: E402
+from kernels.cuda.jit import Kernel, compile_source  # noqa: E402
 from kernels.index_topk import index_topk, prepare_index  # noqa: E402
 from kernels.reference.index_topk import index_topk as reference_topk  # noqa: E402
 from kernels.reference.index_topk import top_positions  # noqa: E402
@@ -221,3 +226,49 @@ def test_graphs_follow_lengths_and_never_wait() -> None:
         graph.replay()
         assert torch.equal(out, bench.run())
         bench.check()
+
+
+LATE: Final = """
+struct Late { int* to; const int* from; int count; };
+extern "C" __global__ void write_late(const __grid_constant__ Late p) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const long long begin = clock64();
+    while (clock64() - begin < 60000) {}
+    if (threadIdx.x < p.count) p.to[threadIdx.x] = p.from[threadIdx.x];
+}
+"""
+
+
+class Late(ctypes.Structure):
+    _fields_ = (("to", ctypes.c_uint64), ("source", ctypes.c_uint64), ("count", ctypes.c_int32))
+
+
+def write_late(to: torch.Tensor, meanwhile: int) -> torch.Tensor:
+    """Launch a kernel that lets the next one begin, and some 30 us later writes to `to` what that held; `meanwhile` is
+    there until then. Returns the source, to be kept."""
+    cubin = compile_source(LATE, "write_late", (), "sm_90").cubin
+    torch.cuda.synchronize()
+    kernel = Kernel(driver.cuModuleLoadData(cubin)[1], "write_late")
+    held = to.clone()
+    to.fill_(meanwhile)
+    torch.cuda.synchronize()
+    block = Late(to.data_ptr(), held.data_ptr(), to.numel())
+    kernel.launch((1, 1), block, torch.cuda.current_stream().cuda_stream, threads=512)
+    return held
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="launches begin early on Hopper alone")
+@pytest.mark.parametrize("lengths", [[8192], [9000, 100, 33_001, 2049, 5000]])
+def test_what_the_kernel_ahead_writes_late_counts(lengths: list[int]) -> None:
+    """Lengths, the number of rows, hot slots and the table are read while the kernel ahead still writes them."""
+    bench = IndexBench(lengths, kind="fp8", heads=64, dim=128, k=2048)
+    bench.check()
+    for to, meanwhile in (
+        (bench.batch.lengths, 3000),
+        (bench.batch.num_real, 0),
+        (bench.state.hot_slots, -1),
+        (bench.state.index_table.view(-1)[:512], 0),
+    ):
+        held = write_late(to, meanwhile)
+        bench.check()
+        assert to.tolist() == held.tolist()

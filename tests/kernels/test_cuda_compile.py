@@ -185,8 +185,9 @@ def test_products_of_attention_are_asynchronous(defines: jit.Defines) -> None:
     """The last product of a group alone is counted, as with block_linear: scores ahead of the first turn and in each
     turn of a round, sums twice in each, with scores and without."""
     products = [it for it in code_of_attention(defines) if it.multiplies]
-    turns = 3 if dict(defines)["HEADS"] == 128 else 2
-    groups = 2 * (1 + turns) * [18] + 2 * 2 * turns * [8]
+    wide = dict(defines)["HEADS"] == 128
+    turns, sums = 3 if wide else 2, 4 if wide and dict(defines)["KEY_BYTES"] == 2 else 8
+    groups = 2 * (1 + turns) * [18] + 2 * 2 * turns * [sums]
     assert len(products) == sum(groups)
     assert sum(it.closes_group for it in products) == len(groups)
 

@@ -15,10 +15,10 @@ __device__ __forceinline__ u32 rope_chunk(Shared& s, int stage, int row, int chu
 __device__ __forceinline__ int gatherer() { return renewed(static_cast<int>(threadIdx.x) - CONSUMERS); }
 
 #if KEY_BYTES == 2
-// Eight lanes take a chunk of the same row each; a thread takes two rows, and that chunk of each of their tiles. Entries are
+// Eight lanes take a chunk of the same row each; a thread takes EACH rows, and that chunk of each of their tiles. Entries are
 // asked for a block of rows ahead.
 struct Gatherer {
-    static constexpr int EACH = 2;
+    static constexpr int EACH = 8 * BLOCK / GATHERERS;
     i32 places[EACH];
 
     static __device__ __forceinline__ int row_of(int i) { return gatherer() / 8 + BLOCK / EACH * i; }
@@ -44,7 +44,7 @@ struct Gatherer {
         look_up(task, first + BLOCK);
     }
 };
-constexpr int GATHER_REGISTERS = 48, PRODUCT_REGISTERS = 208, FILL_ARRIVALS = GATHERERS;
+constexpr int FILL_ARRIVALS = GATHERERS;
 #else
 // Four lanes take 16 codes of the same row each; a thread takes one row, and those codes of each of its tiles. Codes of the
 // next block of rows are under way; its entry was asked for a block before.
@@ -94,7 +94,7 @@ struct Gatherer {
         load(rows, task, first + 2 * BLOCK);
     }
 };
-constexpr int GATHER_REGISTERS = 48, PRODUCT_REGISTERS = 208, FILL_ARRIVALS = 2 * GATHERERS;  // rope apart
+constexpr int FILL_ARRIVALS = 2 * GATHERERS;  // rope apart
 #endif
 
 __device__ __forceinline__ void gather(const AttendRows& p, const Task& task, Shared& s) {

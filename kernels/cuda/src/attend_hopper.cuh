@@ -8,7 +8,10 @@ namespace hisparse {
 constexpr int LATENT = 512, ROPE = 64, VALUES = LATENT + ROPE;
 constexpr int HALF = LATENT / 2, TILES = HALF / 64;  // latents of a block, and their tiles of 64
 constexpr int BLOCK = 64, TILE_BYTES = 64 * 128;       // rows of a stage; a tile of 64 heads or rows
-constexpr int GROUP = 128, GROUPS = 2, CONSUMERS = GROUPS * GROUP, GATHERERS = 256, THREADS = CONSUMERS + GATHERERS;
+// Of bfloat16 rows four warps gather enough for 128 heads, and leave registers for products of all latents of a block at once.
+constexpr int GATHERERS = KEY_BYTES == 2 && HEADS == 128 ? 128 : 256, COLUMNS = GATHERERS == 128 ? HALF : HALF / 2;
+constexpr int GATHER_REGISTERS = GATHERERS == 128 ? 56 : 48, PRODUCT_REGISTERS = GATHERERS == 128 ? 224 : 208;
+constexpr int GROUP = 128, GROUPS = 2, CONSUMERS = GROUPS * GROUP, THREADS = CONSUMERS + GATHERERS;
 constexpr int HEAD_GROUPS = HEADS / 64;  // 2: each group has 64 heads; 1: every second block of rows
 constexpr int ROW_GROUPS = GROUPS / HEAD_GROUPS;
 constexpr int STAGES = HEADS == 128 ? 3 : 4;

@@ -103,10 +103,9 @@ __device__ __forceinline__ void multiply_keys(float (&c)[32], u32 a, u32 b, int 
         : SIXTEEN(c, 0), SIXTEEN(c, 16)
         : "r"(a), "r"(b), "r"(more));
 }
-// sums (64 heads x 128 latents) += shares * latents of 16 rows; a product of 256 columns would not leave registers for eight
-// gathering warps. Shares must stay in their registers until the products are
+// sums (64 heads x COLUMNS latents) += shares * latents of 16 rows. Shares must stay in their registers until the products are
 // awaited, which nothing but hold_shares says to the compiler.
-__device__ __forceinline__ void multiply_latents(float* c, const u32* a, u32 b) {
+__device__ __forceinline__ void multiply_latents(float (&c)[64], const u32* a, u32 b) {
     asm volatile(
         "{ " DESCRIBED("b", "68") "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
@@ -115,6 +114,22 @@ __device__ __forceinline__ void multiply_latents(float* c, const u32* a, u32 b) 
         "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
         "}, {%64, %65, %66, %67}, b, 1, 1, 1, 1; }"
         : SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32), SIXTEEN(c, 48)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+__device__ __forceinline__ void multiply_latents(float (&c)[128], const u32* a, u32 b) {
+    asm volatile(
+        "{ " DESCRIBED("b", "132") "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+        "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
+        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
+        "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+        "}, {%128, %129, %130, %131}, b, 1, 1, 1, 1; }"
+        : SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32), SIXTEEN(c, 48), SIXTEEN(c, 64), SIXTEEN(c, 80),
+          SIXTEEN(c, 96), SIXTEEN(c, 112)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 // Sums are there: nothing is computed from these sixteen ahead of this place.

@@ -25,7 +25,7 @@
 // scores takes longer to read its queries than to multiply; each row is read twice, or decoded halves of rows are exchanged,
 // as many bytes as scores are); partial results in global memory and a second kernel that adds them up (30 us of 53 for 16
 // requests); bulk copies (rows must be swizzled on arrival, which only tiled copies of a tensor map do, a tile of a row at a
-// time); eight gathering warps (128 registers a thread are fewer than an instruction of 256 sums takes).
+// time).
 #pragma once
 
 #include "attend_gather.cuh"
@@ -36,10 +36,14 @@ __device__ __forceinline__ float none() { return __uint_as_float(0xFF800000); }
 
 // What a thread holds: heads g and g + 8 of its warp's 16, as wgmma lays accumulators out.
 struct Attention {
-    float sums[128];   // part i: head i / 2 % 2, latents 8 (i / 4) + 2 t + i % 2 of the block's
-    float scores[32];  // likewise, rows of a block of rows
+    // part i of all: head i / 2 % 2, latents 8 (i / 4) + 2 t + i % 2 of the block's
+    float sums[HALF / COLUMNS][COLUMNS / 2];
+    float scores[32];  // likewise, rows of a block of rows; before scaling
     float level[2], weight[2];
     u32 shares[16];    // four for each 16 rows, as wgmma wants an operand
+
+    __device__ __forceinline__ float& sum(int i) { return sums[i / (COLUMNS / 2)][i % (COLUMNS / 2)]; }
+    __device__ __forceinline__ const float& sum(int i) const { return sums[i / (COLUMNS / 2)][i % (COLUMNS / 2)]; }
 };
 
 // Sixteen scores as they are sent: the upper 24 bits of four in three words.
@@ -52,8 +56,8 @@ __device__ __forceinline__ void pack(u32 (&words)[16], const float* scores) {
         to[0] = __byte_perm(a, b, 0x5321), to[1] = __byte_perm(b, c, 0x6532), to[2] = __byte_perm(c, d, 0x7653);
     }
 }
-// (scores + others) * scale, of scores as precise as others': both blocks of a pair add the same.
-__device__ __forceinline__ void add_packed(float* scores, const u32 (&words)[16], float scale) {
+// Scores as precise as others' plus those: both blocks of a pair add the same.
+__device__ __forceinline__ void add_packed(float* scores, const u32 (&words)[16]) {
     constexpr u32 SENT = 0xFFFFFF00;
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
@@ -62,7 +66,7 @@ __device__ __forceinline__ void add_packed(float* scores, const u32 (&words)[16]
                                from[2]};
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-            scores[i + j] = (__uint_as_float(__float_as_uint(scores[i + j]) & SENT) + __uint_as_float(others[j] & SENT)) * scale;
+            scores[i + j] = __uint_as_float(__float_as_uint(scores[i + j]) & SENT) + __uint_as_float(others[j] & SENT);
     }
 }
 
@@ -79,7 +83,7 @@ __device__ __forceinline__ void raise_levels(Attention& a, const float (&highest
         a.weight[half] *= fade[half];
     }
 #pragma unroll
-    for (int i = 0; i < 128; ++i) a.sums[i] *= fade[i / 2 % 2];
+    for (int i = 0; i < HALF / 2; ++i) a.sum(i) *= fade[i / 2 % 2];
 }
 
 // The blocks of rows of group W. Group and stage are compile-time constants: descriptors are then constants too, instead of a
@@ -119,8 +123,8 @@ template <int W> struct Turns {
 #pragma unroll
         for (int step = 0; step < BLOCK / 16; ++step)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                multiply_latents(a.sums + 64 * half, a.shares + 4 * step, describe(rows, step * 2048 + half * (2 * TILE_BYTES), TILE_BYTES));
+            for (int i = 0; i < HALF / COLUMNS; ++i)
+                multiply_latents(a.sums[i], a.shares + 4 * step, describe(rows, step * 2048 + i * (2 * TILE_BYTES), TILE_BYTES));
         commit_products();
     }
     // This warp has read a stage.
@@ -161,7 +165,7 @@ template <int W> struct Turns {
                 const uint4 v = from[(SENT_WORDS / 8 * half + i) * GROUP];
                 words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
             }
-            add_packed(a.scores + 16 * half, words, p.scale);
+            add_packed(a.scores + 16 * half, words);
         }
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive_there(peer_address(shared_address(&s.taken[W]), task.peer()));
@@ -179,6 +183,7 @@ template <int W> struct Turns {
         float highest[2] = {none(), none()};
 #pragma unroll
         for (int i = 0; i < 32; ++i) highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], a.scores[i]);
+        highest[0] *= p.scale, highest[1] *= p.scale;
         const bool beyond = highest[0] > a.level[0] + SLACK || highest[1] > a.level[1] + SLACK;
         if (__any_sync(0xFFFFFFFF, beyond)) raise_levels(a, highest);
         __syncwarp();
@@ -187,8 +192,8 @@ template <int W> struct Turns {
             const float level = a.level[half] == none() ? 0.0f : a.level[half];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float x = exp2_of(a.scores[4 * j + 2 * half] - level);
-                const float y = exp2_of(a.scores[4 * j + 2 * half + 1] - level);
+                const float x = exp2_of(fmaf(a.scores[4 * j + 2 * half], p.scale, -level));
+                const float y = exp2_of(fmaf(a.scores[4 * j + 2 * half + 1], p.scale, -level));
                 a.weight[half] += x + y;
                 a.shares[2 * j + half] = pair_of(x, y);
             }
@@ -259,7 +264,7 @@ template <int W> __device__ __forceinline__ void write_result(const AttendRows& 
 #pragma unroll
         for (int j = 0; j < 32; ++j)
             *reinterpret_cast<u32*>(lines + (half * 8 + g) * (2 * HALF) + ((j ^ g) << 4) + 4 * t) =
-                pair_of(a.sums[4 * j + 2 * half] * factor, a.sums[4 * j + 2 * half + 1] * factor);
+                pair_of(a.sum(4 * j + 2 * half) * factor, a.sum(4 * j + 2 * half + 1) * factor);
     }
     __syncwarp();
     const int heads = p.heads - task.first_head - W * 64 - warp * 16;  // of this warp
@@ -280,7 +285,7 @@ template <int W> __device__ __forceinline__ void write_part(const Attention& a, 
         u8* const line = part_line(s, W, head) + 8 * t;
 #pragma unroll
         for (int j = 0; j < 32; ++j)
-            *reinterpret_cast<float2*>(line + 32 * j) = make_float2(a.sums[4 * j + 2 * half], a.sums[4 * j + 2 * half + 1]);
+            *reinterpret_cast<float2*>(line + 32 * j) = make_float2(a.sum(4 * j + 2 * half), a.sum(4 * j + 2 * half + 1));
         if (t == 0) account.peaks[W][head] = a.level[half], account.totals[W][head] = a.weight[half];
     }
 }
@@ -342,7 +347,7 @@ __device__ __forceinline__ void add_parts(const AttendRows& p, const Task& task,
 template <int W> __device__ __forceinline__ void attend(const AttendRows& p, const Task& task, Shared& s) {
     Attention a;
 #pragma unroll
-    for (int i = 0; i < 128; ++i) a.sums[i] = 0;
+    for (int i = 0; i < HALF / 2; ++i) a.sum(i) = 0;
     a.level[0] = a.level[1] = none();
     a.weight[0] = a.weight[1] = 0;
     const int first = ROW_GROUPS == 2 ? W : 0;

@@ -17,31 +17,9 @@
 #pragma once
 
 #include "barriers.cuh"
-#include "index_rows.cuh"
+#include "index_plan.cuh"
 
 namespace hisparse {
-
-constexpr int TEAM_THREADS = 128, TEAMS = WARPS / 4, SCORE_THREADS = 32 * WARPS + 32;
-constexpr int KEY_ROW = DIM + 4, PAGE_BYTES = PAGE_TOKENS * KEY_ROW;
-constexpr int STEPS = DIM / 32, TILES = HEADS / 8;
-constexpr int HOT_MAX = 1024;
-static_assert(STAGES % TEAMS == 0, "a stage is one team's: parity tells it one round from the next alone");
-static_assert(DIM == 128 && KEY_BYTES == 1 && QUERY_BYTES == 2 && (HEADS == 64 || HEADS == 32), "as written here");
-static_assert(PAGE_TOKENS == 64 && PAGE_BYTES % 16 == 0, "a page is the rows of a product, and one copy");
-static_assert(WARPS % 4 == 0 && WARPS >= TILES / 2, "whole teams");
-
-struct ScoreShared {
-    u8 pages[STAGES][PAGE_BYTES];
-    u32 queries[PARTS][STEPS][2][TILES][32];  // of 8 heads x 16 places: word 4 g + t of a block is head g, places 4 t..
-    float2 weights[TILES][4];                 // of heads 8 n + 2 t and 8 n + 2 t + 1, with the scales
-    u32 bins[BINS];
-    u64 sums[SCORE_THREADS / 32];
-    u64 full[STAGES], empty[STAGES];
-    u64 first[BATCH_MAX + 1];  // pages << 32 | units of the rows before
-    int2 rows[BATCH_MAX];      // seat and length
-    i32 hot_slots[HOT_MAX];    // of the first seats
-    u32 blocks;                // that have a share
-};
 
 __device__ __forceinline__ float key_relu(float v) {
     asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));
@@ -138,37 +116,13 @@ __device__ __forceinline__ void multiply_page(float (&c)[TILES][4], const u32 (&
 }
 #undef FOUR
 
-__device__ __forceinline__ u32 pages_before(const ScoreShared& s, int row) { return static_cast<u32>(s.first[row] >> 32); }
-__device__ __forceinline__ u32 units_before(const ScoreShared& s, int row) { return static_cast<u32>(s.first[row]); }
-
-// Calls f(row, first page, page behind the last, pages of the share before) for each row of the block's share, in order.
-template <class Each> __device__ __forceinline__ void each_part(const IndexTopk& p, const ScoreShared& s, Each f) {
-    const u32 total = pages_before(s, p.batch.size);
-    if (blockIdx.x >= s.blocks) return;
-    const u32 begin = share(total, blockIdx.x, s.blocks), end = share(total, blockIdx.x + 1, s.blocks);
-    int low = 0, high = p.batch.size;  // the last row that begins at or before the share
-    while (low + 1 < high) {
-        const int middle = (low + high) / 2;
-        if (pages_before(s, middle) <= begin)
-            low = middle;
-        else
-            high = middle;
-    }
-    for (u32 at = begin; at < end; ++low) {
-        const u32 stop = min(end, pages_before(s, low + 1));
-        if (at >= stop) continue;
-        f(low, at - pages_before(s, low), stop - pages_before(s, low), at - begin);
-        at = stop;
-    }
-}
-
-__device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) {
+__device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s, const PlannedShare& plan) {
     const u8* const keys = p.state.index_keys + p.group * p.state.key_rows * KEY_ROW;
     const u32 held = static_cast<u32>(p.state.key_rows / PAGE_TOKENS);
     const int lane = threadIdx.x % 32;
-    each_part(p, s, [&](int row, u32 from, u32 stop, u32 before) {
+    each_part(s, plan.own, [&](int row, u32 from, u32 stop, u32 before) {
         const i32* const table = p.state.index_table + static_cast<i64>(s.rows[row].x) * p.state.max_pages;
-        i32 next = from + lane < stop ? table[from + lane] : -1;
+        i32 next = plan.known && before == 0 ? plan.first : from + lane < stop ? table[from + lane] : -1;
         for (u32 base = from; base < stop; base += 32) {
             const i32 pages = next;
             next = base + 32 + lane < stop ? table[base + 32 + lane] : -1;
@@ -190,10 +144,11 @@ __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s) 
     });
 }
 
-__device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) {
+__device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s, const Share& own) {
     const u32 warp = threadIdx.x % TEAM_THREADS / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u32 team = threadIdx.x / TEAM_THREADS;
-    each_part(p, s, [&](int row, u32 from, u32 stop, u32 before) {
+    each_part(s, own, [&](int row, u32 from, u32 stop, u32 before) {
+        u32 lowest = BINS - 1, highest = 0;
         const i64 place = static_cast<i64>(units_before(s, row)) * UNIT;
         const u32 length = static_cast<i64>(units_before(s, row + 1)) * UNIT <= p.capacity ? s.rows[row].y : 0;
         float* const scores = p.scores + place;
@@ -244,12 +199,18 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s) 
             const u32 position = i * PAGE_TOKENS + 16 * warp + g + 8 * odd;
             if (t < 2 && position < length) {
                 scores[position] = score;
-                count_shared(s.bins + (order_key(score) >> BIN_SHIFT));
+                const u32 bin = order_key(score) >> BIN_SHIFT;
+                count_shared(s.bins + bin);
+                lowest = min(lowest, bin), highest = max(highest, bin);
             }
         }
+        lowest = __reduce_min_sync(0xFFFFFFFF, lowest), highest = __reduce_max_sync(0xFFFFFFFF, highest);
+        if (lane == 0) atomicMin(&s.lowest, lowest), atomicMax(&s.highest, highest);
         sync_named(1, 32 * WARPS);
-        flush_bins<32 * WARPS>(s.bins, row_histogram(p, row));
+        flush_bins<32 * WARPS>(s.bins, row_histogram(p, row), s.lowest, s.highest);
+        if (before + stop - from == own.end - own.begin) return;
         sync_named(1, 32 * WARPS);
+        if (threadIdx.x == 0) s.lowest = BINS - 1, s.highest = 0;
     });
 }
 
@@ -269,41 +230,10 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     }
     for (int i = 4 * threadIdx.x; i < BINS; i += 4 * SCORE_THREADS)
         *reinterpret_cast<uint4*>(s.bins + i) = make_uint4(0, 0, 0, 0);
-    await_last();
-    let_next_begin();
-    // Hot slots of all seats are asked for beside the rows', not behind them.
-    const int seats = min(p.state.seats, HOT_MAX);
-    NamedRow named = {};
-    if (threadIdx.x < p.batch.size) named = named_row(p, threadIdx.x);
-    for (int i = threadIdx.x; i < seats; i += SCORE_THREADS) s.hot_slots[i] = p.state.hot_slots[i];
-    __syncthreads();
-    u64 carry = 0;
-    u32 scored = 0;
-    for (int base = 0; base < p.batch.size; base += SCORE_THREADS) {
-        const int row = base + static_cast<int>(threadIdx.x);
-        u64 held = 0, total;
-        if (row < p.batch.size) {
-            if (base > 0) named = named_row(p, row);
-            const IndexRow at = index_row(
-                p, named, [&](i64 seat) { return seat < HOT_MAX ? s.hot_slots[seat] : p.state.hot_slots[seat]; });
-            s.rows[row] = make_int2(at.seat, at.length);
-            if (at.kind == SCORED)
-                held = static_cast<u64>((at.length + PAGE_TOKENS - 1) / PAGE_TOKENS) << 32 | units_of(at);
-        }
-        scored += __syncthreads_count(held != 0);
-        const u64 before = sum_before<SCORE_THREADS, u64>(held, s.sums, total);
-        if (row < p.batch.size) s.first[row] = carry + before;
-        carry += total;
-    }
-    if (threadIdx.x == 0) {
-        s.first[p.batch.size] = carry;
-        // Rows of one length are then cut at their ends, so that few blocks have parts of two.
-        const u32 over = scored > 0 && scored <= gridDim.x ? gridDim.x % scored : 0;
-        s.blocks = gridDim.x - (over <= gridDim.x / 16 ? over : 0);
-    }
-    __syncthreads();
-    if (threadIdx.x < 32 * WARPS)
-        score_pages(p, s);
+    if (threadIdx.x == 0) s.lowest = BINS - 1, s.highest = 0;
+    const PlannedShare plan = plan_share(p, s);
+    if (threadIdx.x >= 32 * WARPS)
+        bring_pages(p, s, plan);
     else
-        bring_pages(p, s);
+        score_pages(p, s, plan.own);
 }

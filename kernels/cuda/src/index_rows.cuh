@@ -120,10 +120,13 @@ __device__ __forceinline__ u32 order_key(float score) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Add what `bins` holds to the row's histogram, and empty them. Whole warps, THREADS in all.
-template <int THREADS> __device__ __forceinline__ void flush_bins(u32* bins, u32* histogram) {
+// Add what `bins` holds to the row's histogram, and empty them; only bins from `lowest` to `highest` hold anything. Whole
+// warps, THREADS in all.
+template <int THREADS>
+__device__ __forceinline__ void flush_bins(u32* bins, u32* histogram, u32 lowest = 0, u32 highest = BINS - 1) {
     static_assert(BINS == 32 * COARSE_BINS && THREADS % 32 == 0, "eight lanes hold what a coarse bin sums");
-    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) {
+#pragma unroll 1
+    for (u32 i = lowest / 128 * 32 + threadIdx.x; i / 32 <= highest / 128; i += THREADS) {
         const uint4 held = reinterpret_cast<const uint4*>(bins)[i];
         u32 sum = held.x + held.y + held.z + held.w;
         if (__any_sync(0xFFFFFFFF, sum != 0) == 0) continue;

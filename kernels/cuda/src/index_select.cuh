@@ -144,6 +144,16 @@ __device__ __forceinline__ Cut row_cut(const u32* histogram, u32 k) {
     return {highest - fine.bin, coarse.above + fine.above, fine.inside};
 }
 
+// Likewise, by the block's first warp for all; a barrier must follow before `s.cut` is written again.
+__device__ __forceinline__ Cut block_cut(const u32* histogram, u32 k, SelectShared& s) {
+    if (threadIdx.x < 32) {
+        const Cut cut = row_cut(histogram, k);
+        if (threadIdx.x == 0) s.cut = cut;
+    }
+    __syncthreads();
+    return s.cut;
+}
+
 // Scores of TILE positions, 32 apart in each lane; NaN behind the end.
 struct Tile {
     float scores[READS];
@@ -355,7 +365,7 @@ __device__ __forceinline__ bool choose_apart(const IndexTopk& p, int row, const 
     float scores[EACH];
     load_neighbours(scores, part, first);
     const bool granted = __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0;
-    const Cut cut = row_cut(row_histogram(p, row), k);
+    const Cut cut = block_cut(row_histogram(p, row), k, s);
     if (!granted || cut.bin < REAL_BINS || cut.inside > EDGES) return false;
     const float low = score_of(cut.bin << BIN_SHIFT), high = score_of((cut.bin + 1) << BIN_SHIFT);
     const u32 flip = low < 0 ? 0xFFFFFFFF : 0x80000000;
@@ -406,7 +416,7 @@ __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const 
     float scores[EACH];
     load_neighbours(scores, part, first);
     const bool granted = __ldcg(p.counters + row * COUNTERS + UNGRANTED_ROW) == 0;
-    const Cut cut = row_cut(row_histogram(p, row), k);
+    const Cut cut = block_cut(row_histogram(p, row), k, s);
     if (!granted || cut.bin < REAL_BINS) return false;
     u32 wanted = k - cut.above, inside = cut.inside;
     float low = score_of(cut.bin << BIN_SHIFT), high = score_of((cut.bin + 1) << BIN_SHIFT);
@@ -416,7 +426,7 @@ __device__ __forceinline__ bool choose_short(const IndexTopk& p, int row, const 
         for (u32 i = 0; i < EACH; ++i) {
             const u32 bin = (__float_as_uint(scores[i]) ^ flip) >> (BIN_SHIFT - FINE_BITS) & ((1u << FINE_BITS) - 1);
             const bool is_edge = scores[i] >= low && !(scores[i] >= high);
-            count_shared(s.bins + (is_edge ? bin : 1u << FINE_BITS));  // a branch would take longer
+            count_shared_if(is_edge, s.bins + bin);
         }
         __syncthreads();
         u32 counts[FINE_EACH];
@@ -470,7 +480,7 @@ __device__ __forceinline__ void choose(const IndexTopk& p, int row, const Part& 
     Tile tile;
     if (first < part.end) tile.load(part.scores, first, part.end);
     const bool granted = __ldcg(counters + UNGRANTED_ROW) == 0;
-    const Cut cut = row_cut(histogram, k);
+    const Cut cut = block_cut(histogram, k, s);
     const bool again = cut.inside > EDGES || cut.bin < REAL_BINS || part.length > part.ranks * WINDOW;
     if (granted && !again) mark_and_list(part, cut.bin, tile, first, s);
     sync_row(part);
@@ -530,10 +540,10 @@ extern "C" __global__ void __launch_bounds__(hisparse::SELECT_THREADS, 1)
     let_next_begin();
     if (threadIdx.x == 0) s.found = s.sure = s.before = s.compared = 0;
     for (u32 i = threadIdx.x; i < 1 << FINE_BITS; i += SELECT_THREADS) s.bins[i] = 0;
+    const IndexRow at = index_row(p, row);
     u32 ahead = 0, units;
     for (int i = threadIdx.x; i < row; i += SELECT_THREADS) ahead += units_of(index_row(p, i));
     sum_ahead(ahead, s.sums, units);
-    const IndexRow at = index_row(p, row);
     const u32 length = static_cast<u32>(at.length);
     const bool fits = (static_cast<i64>(units) + units_of(at)) * UNIT <= p.capacity;
     const u32 ranks = at.kind == SCORED && length > SOLO ? gridDim.x : 1, rank = blockIdx.x;

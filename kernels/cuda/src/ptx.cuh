@@ -63,6 +63,13 @@ __device__ __forceinline__ void store_release(i32* at, i32 v) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
 
+// Has `bytes` at `from`, both multiples of 16, brought to L2; nothing waits for them.
+__device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // Words from global to shared memory that no thread holds meanwhile; there once `await_words` and a barrier are passed.
 template <int WORDS> __device__ __forceinline__ void fetch_words(i32* to, const i32* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))),
@@ -132,6 +139,14 @@ __device__ __forceinline__ u32 take(u32* counter) {
 // One more in a word of shared memory; nothing waits for the sum.
 __device__ __forceinline__ void count_shared(u32* word) {
     asm volatile("red.shared::cta.add.u32 [%0], 1;" ::"r"(shared_address(word)) : "memory");
+}
+
+// Likewise where `condition` holds, without a branch.
+__device__ __forceinline__ void count_shared_if(bool condition, u32* word) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p red.shared::cta.add.u32 [%1], 1; }" ::"r"(
+                     static_cast<u32>(condition)),
+                 "r"(shared_address(word))
+                 : "memory");
 }
 
 // Sets bits of a word in shared memory, without a branch.
