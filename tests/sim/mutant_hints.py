@@ -48,6 +48,7 @@ OF_TRANSFERS: Final = frozenset({"skip_the_checksum"})
 #: moment: they are drawn more often.
 FAVOURED: Final[dict[str, tuple[str, ...]]] = {
     "skip_the_checksum": ("harm_pages",),
+    "take_the_prompt_of_a_worker_that_may_live": ("lag", "stop_worker"),
     "lose_the_outbox_on_reconnect": ("cut",),
     "hear_an_epoch_that_is_over": ("stop_worker",),
     "reuse_quarantined_pages": ("stop_worker",),
