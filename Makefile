@@ -103,7 +103,7 @@ prometheus:
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
 
-# By which seed each planted bug is caught: tests/sim/mutant_hints.json anew, 5 minutes.
+# By which seeds each planted bug is caught: tests/sim/mutant_hints.json anew, 15 minutes.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.sim.mutant_hints
 

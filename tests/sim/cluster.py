@@ -587,6 +587,8 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         return dealer
 
     replacements = (
+        (trio._timeouts, "sleep_until", sleep_until),  # of trio.sleep
+        (trio, "sleep_until", sleep_until),
         (trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
         (hisparse.client.connection, "DealerSocket", SimpleNamespace(connect=connect)),
         (coordinator.service, "next_incarnation", lambda _: cluster.next_incarnation()),

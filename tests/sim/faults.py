@@ -7,7 +7,7 @@ is not counted. `heal` ends all that has not ended by itself.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 import msgspec
@@ -23,16 +23,21 @@ from tests.sim.trace import Violation
 #: Faults in one run, and the seconds over which they are spread.
 FAULTS: Final = (21, 30)
 SPREAD_S: Final = 5.0
+#: How much more often a favoured kind is drawn.
+FAVOUR: Final = 10
 
 
 class Faults:
-    """Draws and does them. `done` counts those that found something to harm."""
+    """Draws and does them, kinds in `favoured` more often. `done` counts those that found something to harm."""
 
-    def __init__(self, cluster: Cluster, workload: Workload, nursery: trio.Nursery) -> None:
+    def __init__(
+        self, cluster: Cluster, workload: Workload, nursery: trio.Nursery, favoured: Collection[str] = ()
+    ) -> None:
         self.done = 0
         self._cluster = cluster
         self._workload = workload
         self._nursery = nursery
+        self._favoured = favoured
         self._rng = random.Random(f"{cluster.seed} faults")
         self._is_healed = False
 
@@ -41,6 +46,9 @@ class Faults:
         rng = self._rng
         moments = sorted(rng.uniform(0.2, SPREAD_S) for _ in range(rng.randint(*FAULTS)))
         kinds, weights = zip(*self._kinds(), strict=True)
+        names = [kind.__name__.strip("_") for kind in kinds]
+        assert {*names}.issuperset(self._favoured), f"no kinds of faults: {self._favoured}"
+        weights = tuple(it * FAVOUR if name in self._favoured else it for name, it in zip(names, weights, strict=True))
         for moment in moments:
             await trio.sleep_until(moment)
             kind = rng.choices(kinds, weights)[0]

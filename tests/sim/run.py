@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
@@ -43,8 +44,14 @@ class Result:
         return "" if it is None else it.invariant if isinstance(it, Violation) else type(it).__name__
 
 
-def simulate(seed: int, *, faults: bool = True, mutant: AbstractContextManager[object] | None = None) -> Result:
-    """Run `seed`, with a planted defect if one is given."""
+def simulate(
+    seed: int,
+    *,
+    faults: bool = True,
+    mutant: AbstractContextManager[object] | None = None,
+    favoured: Collection[str] = (),
+) -> Result:
+    """Run `seed`, with a planted defect if one is given, and faults of the kinds in `favoured` more often."""
     began = time.perf_counter()
     alarms = Alarms()
     clock = alarms.clock
@@ -56,7 +63,7 @@ def simulate(seed: int, *, faults: bool = True, mutant: AbstractContextManager[o
         ALARMS.set(alarms)
         with cluster.scope:
             async with trio.open_nursery() as nursery:
-                await _play(cluster, nursery, tally, faults=faults)
+                await _play(cluster, nursery, tally, faults=faults, favoured=favoured)
                 cluster.is_over = True
                 nursery.cancel_scope.cancel()
 
@@ -76,7 +83,9 @@ def simulate(seed: int, *, faults: bool = True, mutant: AbstractContextManager[o
     )
 
 
-async def _play(cluster: Cluster, nursery: trio.Nursery, tally: list[Faults], *, faults: bool) -> None:
+async def _play(
+    cluster: Cluster, nursery: trio.Nursery, tally: list[Faults], *, faults: bool, favoured: Collection[str]
+) -> None:
     workload = workloads.draw(cluster)
     cluster.start(nursery)
     nursery.start_soon(workload.operator.run)
@@ -84,7 +93,7 @@ async def _play(cluster: Cluster, nursery: trio.Nursery, tally: list[Faults], *,
         nursery.start_soon(client.run)
     if faults:
         cluster.checker.expects_crashes = True
-        tally.append(Faults(cluster, workload, nursery))
+        tally.append(Faults(cluster, workload, nursery, favoured))
         await tally[0].run()
     await _finish(cluster, workload)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -26,18 +28,18 @@ pytestmark = [pytest.mark.sim, pytest.mark.mutation, pytest.mark.timeout(1_500)]
 
 
 class StaleHint(UserWarning):
-    """A seed that does not catch its mutant any more. `make mutants` finds another."""
+    """Seeds that do not catch their mutant any more. `make mutants` finds others."""
 
 
 def caught(name: str) -> BaseException | None:
-    """Return what catches the mutant: at its hint, or else at the first seed that does."""
-    hint = read_hints().get(name)
-    at_hint = None if hint is None else verdict(name, hint)
+    """Return what catches the mutant: at the first of its hints that does, or else at the first seed."""
+    hints = read_hints().get(name, [])
+    at_hint = next(filter(None, (verdict(name, seed) for seed in hints)), None)
     if at_hint is not None:
         return at_hint
-    found = search(name)
+    found = next(search(name), None)
     if found is not None:
-        before = "it has no hint" if hint is None else f"no longer by seed {hint}"
+        before = f"no longer by any of {hints}" if hints else "it has no hint"
         warnings.warn(StaleHint(f"{name} is caught by seed {found[0]}, {before}: run `make mutants`"), stacklevel=2)
     return found[1] if found else None
 
@@ -78,23 +80,28 @@ class TestHints:
     @pytest.fixture(autouse=True)
     def _verdicts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs: list[int] = []
-        self.breaks = {5: Violation("I8", f"r1 {TIME_LIMIT} 150 s"), 7: Violation("I5", "planted")}
+        late = Violation("I8", f"r1 {TIME_LIMIT} 150 s")
+        self.breaks = {5: late, **{seed: Violation("I5", "planted") for seed in (7, 9, 12, 13)}}
         self.hints = tmp_path / "hints.json"
         monkeypatch.setattr(mutant_hints, "HINTS", self.hints)
         monkeypatch.setattr(mutant_hints, "simulate", self.run)
 
-    def run(self, seed: int, mutant: object) -> Result:
+    def run(self, seed: int, mutant: object, favoured: object) -> Result:
         self.runs.append(seed)
         return Result(seed, 0, self.breaks.get(seed), Trace(float), 0.0, 0.0)
 
-    def test_hint_that_holds_is_the_only_seed_that_runs(self) -> None:
-        self.hints.write_text(f'{{"{self.NAME}": 7}}')
+    @pytest.mark.parametrize(("hints", "runs"), [([7, 9], [7]), ([8, 5, 7, 9], [8, 5, 7])])
+    def test_no_seed_runs_behind_a_hint_that_holds(self, hints: list[int], runs: list[int]) -> None:
+        self.hints.write_text(json.dumps({self.NAME: hints}))
         assert caught(self.NAME) is self.breaks[7]
-        assert self.runs == [7]
+        assert self.runs == runs
 
     @pytest.mark.parametrize(
         ("hints", "said"),
-        [('{"deliver_before_commit": 5}', "no longer by seed 5: run `make mutants`"), ("{}", "it has no hint")],
+        [
+            ('{"deliver_before_commit": [5, 6]}', r"no longer by any of \[5, 6\]: run `make mutants`"),
+            ("{}", "it has no hint"),
+        ],
     )
     def test_stale_or_missing_hint_warns_and_the_search_decides(self, hints: str, said: str) -> None:
         self.hints.write_text(hints)
@@ -111,11 +118,12 @@ class TestHints:
     def test_search_writes_hints_of_what_is_there(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        self.hints.write_text('{"removed": 1}')
+        self.hints.write_text('{"removed": [1]}')
         monkeypatch.setattr(mutant_hints, "MUTANTS", {self.NAME: MUTANTS[self.NAME]})
-        assert mutant_hints.main() == 0
-        assert read_hints() == {self.NAME: 7}
+        assert mutant_hints.main(ThreadPoolExecutor) == 0
+        assert read_hints() == {self.NAME: [7, 9, 12]}
         self.breaks.clear()
-        assert mutant_hints.main() == 1
+        assert mutant_hints.main(ThreadPoolExecutor) == 1
         assert read_hints() == {}
-        assert capsys.readouterr().out == f"{self.NAME}: seed 7: I5: planted\n{self.NAME}: not caught\n"
+        found = "; ".join(f"seed {seed}: I5: planted" for seed in (7, 9, 12))
+        assert capsys.readouterr().out == f"{self.NAME}: {found}\n{self.NAME}: not caught\n"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import io
 import json
 import os
 import runpy
@@ -29,7 +30,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
@@ -47,6 +48,8 @@ MODULES: Final = (
 STANDING: Final = "tests.support.standing"
 #: A process of pytest-xdist: what execnet would execute, run by this module.
 XDIST: Final = "tests.support.xdist_process"
+#: Of a zygote whose processes run tests.
+COLLECT: Final = "collect"
 WORKER: Final = "worker"
 FRONT: Final = "http"
 #: Commands that start a cluster, and a module that does.
@@ -83,13 +86,13 @@ class Zygote:
 _own: list[Zygote] = []
 
 
-def zygote() -> Zygote:
-    """The one of this process, executed when it is first needed."""
+def zygote(*options: str) -> Zygote:
+    """Return that of this process, executed with `options` when it is first needed."""
     if not _own:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             subprocess.Popen(
-                [sys.executable, MODULE, __name__, str(theirs.fileno())],
+                [sys.executable, MODULE, __name__, str(theirs.fileno()), *options],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
@@ -171,9 +174,23 @@ def main() -> None:
     import worker.process
     import worker.runners.transformers_dsa  # noqa: F401
 
+    if COLLECT in sys.argv:
+        import_tests()
     gc.collect()
     gc.freeze()  # a collection in a forked process, also at its end, would copy all of this memory: 1.4 s of CPU time
     serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+def import_tests(*paths: str) -> None:
+    """Import all test modules, or those in `paths`, as pytest does, with assertions rewritten: a pytest that runs in a
+    forked process finds them imported.
+
+    An error is that of the processes to report, which collect again.
+    """
+    import pytest
+
+    with redirect_stdout(io.StringIO()):
+        pytest.main(["--collect-only", "--quiet", "--capture=no", "-p", "no:cacheprovider", *paths])
 
 
 def serve(connection: socket.socket) -> None:
