@@ -124,7 +124,7 @@ async def opened(mode: str) -> AsyncIterator[Bench]:
     settings = CoordinatorSettings(prefix_reuse=mode, audit_interval_s=0)
     async with open_supervisor() as supervisor:
         token_log = TokenLog(settings.live_requests_max + settings.ended_keep_max, 1 << 20)
-        scheduler = Scheduler(settings, token_log=token_log, listener=Listener(), supervisor=supervisor)
+        scheduler = Scheduler(settings, token_log=token_log, listener=Listener())
         supervisor.start(scheduler, Level.SCHEDULER)
         port = Port()
         hello = messages.WorkerHello(1, "w", "n", 1, 4711, 0, 0, 1, MODEL, CAPACITY)

@@ -212,7 +212,6 @@ class Coordinator:
             settings,
             token_log=self.token_log,
             listener=self.deliveries,
-            supervisor=supervisor,
             counters=self.counters,
             journal=journal,
             wall_offset_s=wall_offset_s,

@@ -19,7 +19,6 @@ from coordinator.scheduling.events import (
     PlacementAdopted,
     PlacementEnded,
     PlacementProgressed,
-    RequestClosed,
     RequestCommand,
     RequestOrder,
     ResumeOrder,
@@ -64,7 +63,7 @@ WorkerEvent: TypeAlias = (
     | messages.Faulted
     | messages.Released
 )
-Action: TypeAlias = messages.Command | PlacementProgressed | HotBufferResized | PlacementEnded | Ending | RequestClosed
+Action: TypeAlias = messages.Command | PlacementProgressed | HotBufferResized | PlacementEnded | Ending
 
 
 class Rows(NamedTuple):
@@ -415,8 +414,7 @@ class RequestState:
     def _end(self, kind: EventKind, rows: Rows, now: float) -> list[Action]:
         self._move(OUTCOME, now, kind, self.verdict)
         about = self.facts.request_index, self.facts.request_id
-        ending = Ending(*about, self.state, self.verdict, rows.generated, self.tail_text, self.prefix_tokens)
-        return [ending, RequestClosed(self.facts.request_index)]
+        return [Ending(*about, self.state, self.verdict, rows.generated, self.tail_text, self.prefix_tokens)]
 
     def _progressed(self, stage: Stage) -> PlacementProgressed:
         return PlacementProgressed(self.facts.request_index, self.placement, stage)

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 import trio
 
-from coordinator.actor import Level, Reply, Supervisor
+from coordinator.actor import Reply
 from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
 from coordinator.journal.records import PoolOpened, Record, RequestDeparted, WorkerDrained, WorkerUndrained
 from coordinator.memory.changes import GIVING, Evict
@@ -104,7 +104,7 @@ class _Stop:
 
 
 class Scheduler(SchedulerApi):
-    """Run it with `supervisor.start(scheduler, Level.SCHEDULER)`. It starts Request and HostPool actors itself.
+    """Run it with `supervisor.start(scheduler, Level.SCHEDULER)`. It makes Request and HostPool actors, and steps them.
 
     `clock` gives seconds on the scheduler's time line, `wall_offset_s` what to add for seconds since the epoch.
     `stopped` is set when a requested stop is complete: every request is terminal.
@@ -116,7 +116,6 @@ class Scheduler(SchedulerApi):
         *,
         token_log: TokenLog,
         listener: Listener,
-        supervisor: Supervisor,
         counters: CoordinatorCounters | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = trio.current_time,
@@ -131,7 +130,6 @@ class Scheduler(SchedulerApi):
         self.stopped = trio.Event()
         self._token_log = token_log
         self._listener = listener
-        self._supervisor = supervisor
         self._counters = counters or CoordinatorCounters()
         self._journal = journal or NoJournal()
         self._clock = clock
@@ -169,9 +167,8 @@ class Scheduler(SchedulerApi):
             self._registry,
             token_log,
             listener,
-            supervisor,
+            self,
             self._journal,
-            tell_scheduler=self.tell,
             counters=self._counters,
             clock=clock,
             wall_offset_s=wall_offset_s,
@@ -179,6 +176,10 @@ class Scheduler(SchedulerApi):
             begin_trace=begin_trace,
         )
         self._stop: _Stop | None = None
+        self._awaited = DONE  # the commit that the turn waits for, or the last one that a turn did
+
+    def history(self) -> tuple[str, ...]:
+        return () if self._awaited.done else ("a turn waits for the journal",)
 
     @property
     def stopping(self) -> bool:
@@ -284,6 +285,7 @@ class Scheduler(SchedulerApi):
         for send in turn.sends:
             if worker := self._placement_table.workers.get(send.worker):
                 worker.port.send(send.command)
+        self.step_ready()
 
     def _hear(self, message: Message, now: float, turn: _Turn) -> None:
         match message:
@@ -459,11 +461,11 @@ class Scheduler(SchedulerApi):
             self._ledgers[node],
             self._prefix_reuse.open(node),
             self._journal.append_changes,
+            stepped_by=self,
             lifetimes=self._counters.host_page_s,
             clock=self._clock,
             evicted=partial(self._count_evicted, node),
         )
-        self._supervisor.start(self._pools[node], Level.HOST_POOL)
 
     def _count_evicted(self, node: str, pages: int, lent: int) -> None:
         self._prefix_reuse.stats[node].evicted_pages += pages
@@ -523,6 +525,7 @@ class Scheduler(SchedulerApi):
         if tick:
             for entry, reason in self._requests.pending.due(now):
                 self._tell(AddressedOrder(entry.request_index, events.StillWaits(reason.text)))
+        self.step_ready()
 
     def _makes_output_room(self, entry: RequestEntry) -> bool:
         """Make room in the token log for the next grant; return whether there is enough."""
@@ -533,19 +536,27 @@ class Scheduler(SchedulerApi):
         was given out, it is committed, and all before it."""
         given, commit = [NO_PAGES] * len(steps), DONE
         for node, places in in_transactions(steps):
-            applied = await self._transact_node(node, [steps[place] for place in places])
+            applied = self._transact_node(node, [steps[place] for place in places])
             for place, result in zip(places, applied.given, strict=True):
                 given[place] = result
             commit = applied.commit
         if any(isinstance(step.change, GIVING) for step in steps):
-            self._journal.let_go()
-            await commit.wait()
-            self._journal.hold()
+            await self._wait_for(commit)
         return given
 
-    async def _transact_node(self, node: str, steps: Sequence[LedgerStep]) -> Applied[Commit]:
+    def _transact_node(self, node: str, steps: Sequence[LedgerStep]) -> Applied[Commit]:
         notes = [step.note for step in steps if step.note is not None]
-        return await self._pools[node].transact([step.change for step in steps], notes)
+        return self._pools[node].transact([step.change for step in steps], notes)
+
+    async def _wait_for(self, commit: Commit) -> None:
+        """Return once `commit` is done. Requests hear their workers meanwhile, however long the disk takes."""
+        self._journal.let_go()
+        self._awaited = commit
+        commit.then(self._parking.wake)
+        while not commit.done:
+            await self._parking.wait()
+            self.step_ready()
+        self._journal.hold()
 
     def _announce(self, decision: decisions.Decision, pages: Int32Array) -> None:
         """Its change is committed: let the token log and the Request know."""

@@ -132,7 +132,6 @@ class SchedulerRig:
             settings,
             token_log=self.token_log,
             listener=self.listener,
-            supervisor=supervisor,
             counters=self.counters,
             wall_offset_s=1e9,
             begin_trace=begin_trace,

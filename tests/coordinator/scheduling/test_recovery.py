@@ -79,7 +79,6 @@ class Life(SchedulerRig):
                 settings,
                 token_log=life.token_log,
                 listener=life.listener,
-                supervisor=supervisor,
                 journal=journal,
                 wall_offset_s=1e9,
             )
