@@ -35,7 +35,7 @@ import trio
 from protocol.errors import CapacityError, InternalError, Unavailable
 from protocol.logs import fields, logger
 
-#: Longest that one level of actors may take to drain its mailboxes at shutdown; then it is cancelled.
+#: Longest that one actor may take to drain its mailbox at shutdown; then it is cancelled.
 SHUTDOWN_LEVEL_S: Final = 5.0
 
 M = TypeVar("M")

@@ -3,11 +3,12 @@
 Who tells whom (asks go down the first column only, everything else is a tell):
 
     Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, CommandAsk          Transact
-    WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters,
-                                                            TransferClosed
+    WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, PromptRows,
+                                                            InventoryTaken, TransferClosed
     WorkerLink ────► Request                                messages.Event, routed by placement
-    Scheduler ─────► Request                                Admitted, Granted, ResizeTo, Retract, Resume, ...
-    Request ───────► Scheduler                              Progressed, Departed, Closed
+    Scheduler ─────► Request                                RequestOrder: Admitted, MemoryGiven, RetractOrder, ...
+    Request ───────► Scheduler                              PlacementProgressed, HotBufferResized, PlacementEnded,
+                                                            RequestClosed
     Request ───────► WorkerPort.send                        messages.Command
 
 Everything about one placement reaches its worker through its Request actor, so commands keep their order.

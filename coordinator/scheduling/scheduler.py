@@ -1,7 +1,7 @@
 """The Scheduler actor: the shell round coordinator.scheduling.dispatch. What others call is in api.py beside it.
 
-One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
-committed; tell the Requests. No memory is given before that is committed (I4); what gives memory back need not
+One turn: have Requests hear their workers (coordinator.actor: they are stepped); hear a batch of messages; have the
+HostPools apply what follows from them; plan; have the plan applied and committed; tell the Requests. No memory is given before that is committed (I4); what gives memory back need not
 be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
 asks for changes and it waits for each. Commands and submissions are answered when they are in the journal
 (SchedulerApi).

@@ -107,6 +107,15 @@ class FakeLink:
         if len(heard.staged):
             self.rig.scheduler.prompt_rows(heard.staged)
 
+    def round(self) -> None:
+        """All commands arrive, every admission advances once, all reports arrive."""
+        while self.downlink:
+            self.obey()
+        for placement in list(self.worker.runs):
+            self.worker.advance(placement)
+        while self.uplink:
+            self.hear()
+
     def cut(self) -> None:
         self.up = False
         self.downlink.clear()
@@ -184,14 +193,9 @@ class SchedulerRig:
     # ---------------------------------------------------------------- progress
 
     def round(self) -> None:
-        """Every link delivers, every admission advances once."""
+        """One of every link."""
         for link in list(self.links.values()):
-            while link.downlink:
-                link.obey()
-            for placement in list(link.worker.runs):
-                link.worker.advance(placement)
-            while link.uplink:
-                link.hear()
+            link.round()
 
     async def settle(self) -> None:
         """Until every actor has nothing left to do."""

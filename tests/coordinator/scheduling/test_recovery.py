@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from basics.request_states import POISON_STRIKES
+from basics.request_states import POISON_STRIKES, State
 from coordinator.actor import Level, open_supervisor
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import Record, RequestEnded, WorkerJoined
@@ -27,7 +27,7 @@ from protocol import messages
 from protocol.arrays import pack_int32
 from protocol.errors import ConfigError, Unavailable, WrongState
 from protocol.inventory import InventoryRow, pack_rows
-from protocol.messages import GroupMember
+from protocol.messages import Admit, GroupMember
 from protocol.settings import CoordinatorSettings
 from tests.support.fakes.fake_cluster import FakePort
 from tests.support.fakes.fake_worker import FakePool, token_of
@@ -122,6 +122,33 @@ async def test_queued_requests_keep_their_order(autojump_clock: trio.testing.Moc
         assert history[-1].reason == "the coordinator restarted; 0 tokens in the journal"
         line = life.scheduler.describe("running!")[1][-1]
         assert line.reason == "the coordinator restarted; 0 tokens in the journal; on w0, which is awaited"
+        life.check()
+
+
+async def test_requests_hear_their_workers_while_a_turn_waits_for_the_disk(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """I4, I5: no request is admitted and no end is told meanwhile."""
+    async with Life.over() as life:
+        await life.add_worker("w0")
+        await life.submit("ends!", max_tokens=20)
+        await run_until(life, "ends!", "RUNNING")
+        link = life.links["w0"]
+        life.store.commit_s = 20.0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(life.submit, "waits!")
+            await trio.sleep(1.0)
+            assert not life.scheduler._awaited.done
+            while life.scheduler._requests.live["ends!"].state.state is not State.FINISHED:
+                link.round()
+                await trio.sleep(0.1)
+            assert [row.state for row in life.scheduler.request_rows(9)] == ["FINISHED", "QUEUED"]
+            assert (list(link.downlink), life.listener.endings) == ([], {})
+            await trio.sleep(20.0)
+            life.store.commit_s = 0.0
+            await life.settle()
+        assert list(life.listener.endings) == ["ends!"]
+        assert [command.request_id for command in link.downlink if isinstance(command, Admit)] == ["waits!"]
         life.check()
 
 
