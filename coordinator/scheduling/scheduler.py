@@ -1,10 +1,10 @@
 """The Scheduler actor: the shell round coordinator.scheduling.dispatch. What others call is in api.py beside it.
 
-One turn: have Requests hear their workers (coordinator.actor: they are stepped); hear a batch of messages; have the
-HostPools apply what follows from them; plan; have the plan applied and committed; tell the Requests. No memory is given before that is committed (I4); what gives memory back need not
-be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
-asks for changes and it waits for each. Commands and submissions are answered when they are in the journal
-(SchedulerApi).
+One turn: have Requests hear their workers, which it steps (coordinator.actor); hear a batch of messages; have the
+HostPools apply what follows from them; plan; have the plan applied and committed; tell the Requests. No memory is given
+before that is committed (I4); what gives memory back need not be waited for, since commits keep their order. The
+accounts do not change while a plan is made, because only this actor asks for changes. Commands and submissions are
+answered when they are in the journal (SchedulerApi).
 
 Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can
 never cross. A command on several requests is checked for all of them before anything is told."""
@@ -24,7 +24,7 @@ from coordinator.actor import Reply
 from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
 from coordinator.journal.records import PoolOpened, Record, RequestDeparted, WorkerDrained, WorkerUndrained
 from coordinator.memory.changes import GIVING, Evict
-from coordinator.memory.host_pool import Applied, HostPool
+from coordinator.memory.host_pool import HostPool
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
 from coordinator.memory.prefix_index import KEY_BYTES
 from coordinator.scheduling import decisions, events
@@ -536,17 +536,15 @@ class Scheduler(SchedulerApi):
         was given out, it is committed, and all before it."""
         given, commit = [NO_PAGES] * len(steps), DONE
         for node, places in in_transactions(steps):
-            applied = self._transact_node(node, [steps[place] for place in places])
+            asked = [steps[place] for place in places]
+            notes = [step.note for step in asked if step.note is not None]
+            applied = self._pools[node].transact([step.change for step in asked], notes)
             for place, result in zip(places, applied.given, strict=True):
                 given[place] = result
             commit = applied.commit
         if any(isinstance(step.change, GIVING) for step in steps):
             await self._wait_for(commit)
         return given
-
-    def _transact_node(self, node: str, steps: Sequence[LedgerStep]) -> Applied[Commit]:
-        notes = [step.note for step in steps if step.note is not None]
-        return self._pools[node].transact([step.change for step in steps], notes)
 
     async def _wait_for(self, commit: Commit) -> None:
         """Return once `commit` is done. Requests hear their workers meanwhile, however long the disk takes."""
