@@ -12,7 +12,7 @@ never cross. A command on several requests is checked for all of them before any
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -30,7 +30,7 @@ from coordinator.memory.prefix_index import KEY_BYTES
 from coordinator.scheduling import decisions, events
 from coordinator.scheduling.api import Message, SchedulerApi
 from coordinator.scheduling.auditor import Auditor
-from coordinator.scheduling.commands import carry_out, release_quarantine
+from coordinator.scheduling.commands import carry_out, drain_promise, is_set_aside, release_quarantine, stop_promise
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep, WorkerSend, in_transactions
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
@@ -508,7 +508,7 @@ class Scheduler(SchedulerApi):
             ]
         )
         log.info("undrain" if ask.undrain else "drain", extra=fields(workers=[it.name for it in workers], by=ask.owner))
-        return tuple(f"{worker.name}: {_drain_promise(ask, worker.requests)}" for worker in workers), commit
+        return tuple(f"{worker.name}: {drain_promise(ask, worker.requests)}" for worker in workers), commit
 
     # ---------------------------------------------------------------- decisions
 
@@ -636,7 +636,7 @@ class Scheduler(SchedulerApi):
         self._stop.deadline = min(self._stop.deadline, deadline)
         log.info("stop", extra=fields(by=ask.owner, deadline_s=ask.deadline_s, live=len(self._requests.live)))
         lives = self._requests.live.values()
-        return (_stop_promise(lives, self._stop.deadline - now, is_kept=self._journal.is_kept),)
+        return (stop_promise(lives, self._stop.deadline - now, is_kept=self._journal.is_kept),)
 
     async def _wind_up(self, stop: _Stop, now: float) -> None:
         """Held requests are not waited for. Past the deadline what is in the journal is left to the next
@@ -660,46 +660,8 @@ class Scheduler(SchedulerApi):
     @staticmethod
     def _is_over(stop: _Stop, lives: Sequence[LiveRequest], now: float) -> bool:
         """Whether nothing is left to wait for."""
-        return now >= stop.deadline or all(map(_is_set_aside, lives))
-
-
-def _is_set_aside(live: LiveRequest) -> bool:
-    """Held, and on no worker: a stop does not wait for it."""
-    return live.state.held and not live.state.placement
+        return now >= stop.deadline or all(map(is_set_aside, lives))
 
 
 def _mode(keep: bool) -> str:
     return "keep" if keep else "drop"
-
-
-def _drain_promise(ask: events.DrainAsk, requests: int) -> str:
-    if ask.undrain:
-        return "takes requests again"
-    if not requests:
-        return "draining, and no request is on it"
-    if ask.deadline_s == 0:
-        return f"draining, {_counted(requests)} retracted at once"
-    how = "handed over or left to finish here" if ask.handover else "left to finish here"
-    return f"draining, {_counted(requests)} {how}, retracted after {ask.deadline_s:g} s"
-
-
-def _stop_promise(lives: Collection[LiveRequest], left_s: float, *, is_kept: bool) -> str:
-    """How long requests may run on, how many there are, and what becomes of those that have not ended by then."""
-    held = sum(map(_is_set_aside, lives))
-    running = len(lives) - held
-    if not lives:
-        return "stopping, and no request is left"
-    of_them = f" ({held} held)" if held else ""
-    if left_s <= 0 or not running:
-        fate = f"resume{'s' * (len(lives) == 1)} at the next start" if is_kept else _fails(len(lives))
-        return f"stopping at once, {_counted(len(lives), 'unfinished ')}{of_them} {fate}"
-    fate = "resumes at the next start" if is_kept else _fails(1)
-    return f"stopping, at most {left_s:g} s for {_counted(len(lives))}{of_them} to finish; what has not then {fate}"
-
-
-def _fails(requests: int) -> str:
-    return f"fail{'s' * (requests == 1)}: there is no journal"
-
-
-def _counted(requests: int, kind: str = "") -> str:
-    return f"{requests} {kind}request{'' if requests == 1 else 's'}"
