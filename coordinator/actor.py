@@ -26,8 +26,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from enum import IntEnum
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import outcome
 import trio
@@ -36,7 +35,7 @@ from protocol.errors import CapacityError, InternalError, Unavailable
 from protocol.logs import fields, logger
 
 #: Longest that one actor may take to drain its mailbox at shutdown; then it is cancelled.
-SHUTDOWN_LEVEL_S: Final = 5.0
+SHUTDOWN_ACTOR_S: Final = 5.0
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -260,57 +259,44 @@ def _history_of(actor: Runs) -> str:
     return "; ".join(actor.history())
 
 
-class Level(IntEnum):
-    """Order of shutdown: an actor stops before those that it sends messages to."""
-
-    GATEWAY = 0
-    SCHEDULER = 1
-    WORKER_LINK = 2
-    JOURNAL = 3
-
-
-class _Running(NamedTuple):
-    level: Level
-    actor: Runs
-    scope: trio.CancelScope
-    ended: trio.Event
-
-
 class Supervisor:
-    """Runs actors in one nursery, fails with the first that fails, stops them in order."""
+    """Runs actors in one nursery, fails with the first that fails, stops them in the reverse order of their starts.
+
+    So start an actor behind those that it sends messages to.
+    """
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
-        self._running: list[_Running] = []
+        self._running: list[tuple[Runs, trio.CancelScope, trio.Event]] = []
 
-    def start(self, actor: Runs, level: Level) -> None:
+    def start(self, actor: Runs) -> None:
         """Run `actor` in a new task until it ends, fails, or is shut down."""
-        running = _Running(level, actor, trio.CancelScope(), trio.Event())
+        running = actor, trio.CancelScope(), trio.Event()
         self._running.append(running)
-        self._nursery.start_soon(self._run, running, name=actor.name)
+        self._nursery.start_soon(self._run, *running, name=actor.name)
 
     async def shutdown(self) -> None:
-        """Close the actors in order; cancel each that has not drained after SHUTDOWN_LEVEL_S. Call once."""
-        for _, actor, scope, ended in sorted(self._running, key=lambda it: it.level):
+        """Close one actor after the other; cancel each that has not drained after SHUTDOWN_ACTOR_S. Call once."""
+        for actor, scope, ended in reversed(self._running):
             actor.close()
-            with trio.move_on_after(SHUTDOWN_LEVEL_S):
+            with trio.move_on_after(SHUTDOWN_ACTOR_S):
                 await ended.wait()
             if not ended.is_set():
-                about = fields(actor=actor.name, not_drained_within_s=SHUTDOWN_LEVEL_S, history=_history_of(actor))
+                about = fields(actor=actor.name, not_drained_within_s=SHUTDOWN_ACTOR_S, history=_history_of(actor))
                 log.warning("actor cancelled", extra=about)
                 scope.cancel()
                 await ended.wait()
 
     @staticmethod
-    async def _run(running: _Running) -> None:
+    async def _run(actor: Runs, scope: trio.CancelScope, ended: trio.Event) -> None:
         try:
-            with running.scope:
-                await running.actor.run()
+            with scope:
+                await actor.run()
         except Exception:
-            log_failure(running.actor)
+            log_failure(actor)
             raise
         finally:
-            running.ended.set()
+            ended.set()
 
 
 @asynccontextmanager

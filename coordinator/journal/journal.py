@@ -261,7 +261,7 @@ class NoJournal:
 
 
 class GroupCommit:
-    """The Journal actor, for Level.JOURNAL. `on_tokens` is called when tokens were committed and may be delivered."""
+    """The Journal actor. `on_tokens` is called when tokens were committed and may be delivered."""
 
     name = "journal"
     is_kept = True

@@ -104,7 +104,7 @@ class _Stop:
 
 
 class Scheduler(SchedulerApi):
-    """Run it with `supervisor.start(scheduler, Level.SCHEDULER)`. It makes Request and HostPool actors, and steps them.
+    """Run it with `supervisor.start(scheduler)`. It makes Request and HostPool actors, and steps them.
 
     `clock` gives seconds on the scheduler's time line, `wall_offset_s` what to add for seconds since the epoch.
     `stopped` is set when a requested stop is complete: every request is terminal.

@@ -11,9 +11,8 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from coordinator.actor import (
-    SHUTDOWN_LEVEL_S,
+    SHUTDOWN_ACTOR_S,
     Actor,
-    Level,
     MailboxFullError,
     Parking,
     Reply,
@@ -62,7 +61,7 @@ async def test_messages_come_in_order_and_in_batches() -> None:
         actor = FakeActor()
         for number in range(6):
             actor.tell(number)
-        supervisor.start(actor, Level.WORKER_LINK)
+        supervisor.start(actor)
         await wait_all_tasks_blocked()
         actor.tell(6)
         await wait_all_tasks_blocked()
@@ -110,7 +109,7 @@ async def test_parking_has_room_for_one_task() -> None:
 async def test_an_ask_waits_for_its_reply_or_its_failure() -> None:
     async with open_supervisor() as supervisor:
         actor = FakeActor()
-        supervisor.start(actor, Level.WORKER_LINK)
+        supervisor.start(actor)
         assert await actor.ask(lambda reply: reply) == "answer"
         actor.close()
         with pytest.raises(Unavailable, match="fake has stopped"):
@@ -130,7 +129,7 @@ async def test_closed_actor_finishes_its_messages_and_drops_the_rest() -> None:
         actor.close()
         actor.tell(2)
         assert actor.room() == 0
-        supervisor.start(actor, Level.WORKER_LINK)
+        supervisor.start(actor)
         await wait_all_tasks_blocked()
         assert actor.batches == [[1]]
         assert actor.log == ["fake"], "it has ended"
@@ -143,8 +142,8 @@ async def test_exception_ends_all_actors_and_logs_the_history(caplog: pytest.Log
 
     async def run() -> None:
         async with open_supervisor() as supervisor:
-            supervisor.start(bystander, Level.WORKER_LINK)
-            supervisor.start(culprit, Level.SCHEDULER)
+            supervisor.start(bystander)
+            supervisor.start(culprit)
             culprit.tell(ValueError("broken"))
             await trio.sleep_forever()
 
@@ -163,7 +162,7 @@ async def open_stepper(*names: str) -> AsyncIterator[tuple[FakeActor, list[FakeA
     """An actor with a task, and actors that it steps."""
     async with open_supervisor() as supervisor:
         stepper = FakeActor("stepper")
-        supervisor.start(stepper, Level.SCHEDULER)
+        supervisor.start(stepper)
         yield stepper, [FakeActor(name, stepped_by=stepper) for name in names]
 
 
@@ -177,7 +176,7 @@ async def test_stepped_inboxes_are_taken_in_the_order_of_arrival() -> None:
     async with open_supervisor() as supervisor:
         stepper = FakeNoter("stepper")
         one, other = FakeNoter("one", stepped_by=stepper), FakeNoter("other", stepped_by=stepper)
-        supervisor.start(stepper, Level.SCHEDULER)
+        supervisor.start(stepper)
         await wait_all_tasks_blocked()
         stepper.tell("own")
         for number in range(6):
@@ -249,10 +248,11 @@ async def test_stepped_actor_that_fails_or_waits_ends_all_and_its_history_is_log
 # ---------------------------------------------------------------- shutdown
 
 
-async def start_all(supervisor: Supervisor, log: list[str]) -> dict[Level, FakeActor]:
-    actors = {level: FakeActor(level.name, log=log) for level in reversed(Level)}
-    for level, actor in actors.items():
-        supervisor.start(actor, level)
+async def start_all(supervisor: Supervisor, log: list[str]) -> list[FakeActor]:
+    """Each sends messages to those before it."""
+    actors = [FakeActor(name, log=log) for name in ("journal", "scheduler", "gateway")]
+    for actor in actors:
+        supervisor.start(actor)
     await wait_all_tasks_blocked()
     return actors
 
@@ -262,7 +262,7 @@ async def test_asking_actor_stops_before_the_asked_one() -> None:
     async with open_supervisor() as supervisor:
         await start_all(supervisor, log)
         await supervisor.shutdown()
-    assert log == [level.name for level in Level]
+    assert log == ["gateway", "scheduler", "journal"]
 
 
 async def test_actor_that_does_not_drain_is_cancelled(autojump_clock: MockClock) -> None:
@@ -270,8 +270,8 @@ async def test_actor_that_does_not_drain_is_cancelled(autojump_clock: MockClock)
     log: list[str] = []
     async with open_supervisor() as supervisor:
         actors = await start_all(supervisor, log)
-        actors[Level.SCHEDULER].tell("sleep")
+        actors[1].tell("sleep")
         started = trio.current_time()
         await supervisor.shutdown()
-        assert trio.current_time() - started == pytest.approx(SHUTDOWN_LEVEL_S)
-    assert log == [level.name for level in Level]
+        assert trio.current_time() - started == pytest.approx(SHUTDOWN_ACTOR_S)
+    assert log == ["gateway", "scheduler", "journal"]

@@ -17,7 +17,7 @@ import trio
 import trio.testing
 
 from basics.request_states import TERMINAL
-from coordinator.actor import Level, Supervisor, open_supervisor
+from coordinator.actor import Supervisor, open_supervisor
 from coordinator.scheduling.events import Ending, LinkStats
 from coordinator.scheduling.request import BeginTrace
 from coordinator.scheduling.scheduler import Scheduler
@@ -149,7 +149,7 @@ class SchedulerRig:
         self.links: dict[str, FakeLink] = {}
         self.zombies: list[FakeLink] = []
         self.epochs = 0
-        supervisor.start(self.scheduler, Level.SCHEDULER)
+        supervisor.start(self.scheduler)
 
     # ---------------------------------------------------------------- workers
 

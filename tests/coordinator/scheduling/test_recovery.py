@@ -15,7 +15,7 @@ import trio
 import trio.testing
 
 from basics.request_states import POISON_STRIKES, State
-from coordinator.actor import Level, open_supervisor
+from coordinator.actor import open_supervisor
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import Record, RequestEnded, WorkerJoined
 from coordinator.journal.state import replay
@@ -83,8 +83,8 @@ class Life(SchedulerRig):
                 wall_offset_s=1e9,
             )
             life.scheduler.recover(expect_workers(journal_state, life.links_of_before.expect))
-            supervisor.start(journal, Level.JOURNAL)
-            supervisor.start(life.scheduler, Level.SCHEDULER)
+            supervisor.start(journal)
+            supervisor.start(life.scheduler)
             await life.settle()
             yield life
 
