@@ -84,7 +84,7 @@ class JournalStore(Protocol):
 
     @property
     def wants_summary(self) -> bool:
-        """Whether a new summary would save enough room, by the bytes written since the last SummaryBegun."""
+        """Return whether a new summary would save enough room, by the bytes written since the last SummaryBegun."""
 
     def close(self) -> None: ...
 
@@ -187,7 +187,7 @@ class Journal(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """Whether records outlive this process."""
+        """Return whether records outlive this process."""
 
     @property
     def failing(self) -> str:

@@ -101,7 +101,7 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
             transact.reply.set(Applied(given, commit))
 
     def _make_room(self, pages: int, changes: Sequence[Change]) -> Evict | None:
-        """What to evict so that `pages` are free, of those that no change of `changes` shares."""
+        """Choose pages to evict so that `pages` are free, among those that no change of `changes` shares."""
         missing = pages - self.ledger.pages_free
         if missing <= 0:
             return None

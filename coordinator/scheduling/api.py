@@ -91,7 +91,7 @@ class SchedulerApi(Actor[Message]):
     @property
     @abstractmethod
     def stopping(self) -> bool:
-        """Whether the coordinator takes no more requests because it is about to end."""
+        """Return whether the coordinator takes no more requests because it is about to end."""
 
     # ---------------------------------------------------------------- for the gateway
 
@@ -277,7 +277,7 @@ class SchedulerApi(Actor[Message]):
         return self._registry.worker_rows(self._clock())
 
     def pool_rows(self) -> list[messages.PoolRow]:
-        """Of each node, in pages, with what its cache was asked for and gave."""
+        """Return the pool of each node, in pages, with what its cache was asked for and gave."""
         rows = []
         for row in self._registry.pool_rows():
             stats = self._prefix_reuse.stats.get(row.node, PrefixStats())

@@ -21,7 +21,8 @@ IDS_MAX: Final = 20_000
 def carry_out(
     ask: CommandAsk, requests: RequestTable, dispatch: Dispatch, capacities: Sequence[tuple[str, WorkerCapacity]]
 ) -> tuple[list[Effects], tuple[str, ...]]:
-    """What follows, and one line per request. Raises NotFound, WrongState, BadInput, CapacityError: nothing done."""
+    """Return what follows, and one line per request. Raises NotFound, WrongState, BadInput, CapacityError: nothing
+    done."""
     lives = find(ask, requests)
     if ask.command is RequestCommand.RESIZE:
         for live in lives:
@@ -33,7 +34,7 @@ def carry_out(
 def release_quarantine(
     workers: Sequence[str], ledgers: Mapping[str, Ledger], dispatch: Dispatch, *, died: bool = False
 ) -> tuple[list[Effects], tuple[str, ...]]:
-    """What follows from an operator's word that these workers' lost epochs are gone, and one line per worker.
+    """Return what follows from an operator's word that these workers' lost epochs are gone, and one line per worker.
 
     An operator's word is no evidence against requests. A supervisor's is, which saw the process of the last epoch end:
     `died`. Raises NotFound, with nothing done.
@@ -102,7 +103,7 @@ def _promise(ask: CommandAsk, live: LiveRequest) -> str:
 
 
 def _resumed(live: LiveRequest) -> str:
-    """What becomes of a request that is held no longer; its rows are known once it has left its worker."""
+    """Say what becomes of a request that is held no longer; its rows are known once it has left its worker."""
     if live.state.placement:
         return "held no longer, runs again once it has left its worker and memory is free"
     if rows := live.entry.kept_tokens:
@@ -151,7 +152,7 @@ def drain_promise(ask: DrainAsk, requests: int) -> str:
 
 
 def stop_promise(lives: Collection[LiveRequest], left_s: float, *, is_kept: bool) -> str:
-    """How long requests may run on, how many there are, and what becomes of those that have not ended by then."""
+    """Say how long requests may run on, how many there are, and what becomes of those that have not ended by then."""
     held = sum(map(is_set_aside, lives))
     running = len(lives) - held
     if not lives:

@@ -1,4 +1,4 @@
-"""What the Scheduler does with what it hears: placement table and ledger changes in, decisions and tells out. Pure.
+"""Reactions of the Scheduler to what it hears: placement table and ledger changes in, decisions and tells out. Pure.
 
 One turn of the Scheduler, which the tests drive without any actor:
 
@@ -460,7 +460,7 @@ class Dispatch:
         | decisions.DemoteDecision,
         pages: Int32Array,
     ) -> AddressedOrder:
-        """What its Request is told of a decision that was carried out; `pages` are those given out.
+        """Return the order to the Request of a decision that was carried out; `pages` are those given out.
 
         An Admit is told by the Scheduler, which has the prompt.
         """

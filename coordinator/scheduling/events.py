@@ -1,4 +1,4 @@
-"""What actors say to each other, and the ports through which they reach the transport. Pure.
+"""Messages of actors to each other, and the ports through which they reach the transport. Pure.
 
 Who tells whom (asks go down the first column only, everything else is a tell):
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class Handle(NamedTuple):
-    """What a submitted or found request is called: by its clients, and in the token log."""
+    """Names of a submitted or found request: for its clients, and in the token log."""
 
     request_id: str
     request_index: int
 
 
 class LinkStats(NamedTuple):
-    """What a worker link knows from heartbeats and acknowledgements; the rest of a WorkerRow is the ledger's."""
+    """Facts that a worker link knows from heartbeats and acknowledgements; the rest of a WorkerRow is the ledger's."""
 
     steps: int
     step_us: float
@@ -97,14 +97,14 @@ class Listener(Protocol):
         """The request is terminal and its tokens are all in the token log. Called exactly once per request (I5)."""
 
     def recovered(self, ending: Ending) -> None:
-        """As `ended`, of a request that ended in an earlier incarnation of the coordinator."""
+        """Do as `ended`, for a request that ended in an earlier incarnation of the coordinator."""
 
     def forgotten(self, request_index: int) -> None:
         """The request index is about to be closed and reused: drop subscriptions to it."""
 
 
 class RequestCommand(Enum):
-    """What clients and operators may do to requests."""
+    """Command of a client or an operator to requests."""
 
     ABORT = "abort"
     RETRACT = "retract"
@@ -258,7 +258,7 @@ class PromptRows(msgspec.Struct, frozen=True):
 
 
 class Stage(Enum):
-    """How far a placement has come, as far as the ledger cares."""
+    """Progress of a placement, as far as the ledger cares."""
 
     STAGED = "staged"  # a placement that only computes the prompt is about to end
     STARTED = "started"  # in the decode batch: its hot buffer can be resized
@@ -308,7 +308,7 @@ class AddressedOrder(NamedTuple):
 
 
 class Recovered(msgspec.Struct, frozen=True):
-    """What is to be done first after the journal was read."""
+    """First things to do after the journal was read."""
 
     steps: tuple[LedgerStep, ...]
     tells: tuple[AddressedOrder, ...]
@@ -372,7 +372,7 @@ class RowsGivenUp(msgspec.Struct, frozen=True):
 
 
 class StillWaits(msgspec.Struct, frozen=True):
-    """What it waits for is of a kind that its history does not name yet."""
+    """Its wait is for something of a kind that its history does not name yet."""
 
     reason: str
 

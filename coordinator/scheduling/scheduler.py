@@ -83,7 +83,7 @@ log = logger("coordinator.scheduling.scheduler")
 
 @dataclass(slots=True)
 class _Turn:
-    """What one batch of messages leads to: ledger changes, then tells and replies."""
+    """Consequences of one batch of messages: ledger changes, then tells and replies."""
 
     steps: list[LedgerStep] = field(default_factory=list)
     tells: list[AddressedOrder] = field(default_factory=list)
@@ -342,7 +342,8 @@ class Scheduler(SchedulerApi):
         return self._requests.by_index[request_index].prompt + self._token_log.tokens(request_index, 0)
 
     def _some_tokens(self, request_index: int, first: int, last: int) -> bytes:
-        """Of its prompt and its output, int32. A prompt may be megabytes: no more of it is copied."""
+        """Tokens `first` to `last` of its prompt and its output, int32. A prompt may be megabytes: no more is
+        copied."""
         prompt = self._requests.by_index[request_index].prompt
         whole = prompt if 4 * last <= len(prompt) else self._tokens_of(request_index)
         return whole[4 * first : 4 * last]
@@ -419,7 +420,7 @@ class Scheduler(SchedulerApi):
                 self._auditor.begin(ask, now)
 
     def _release(self, ask: events.ReleaseAsk | events.DropPrefixesAsk, turn: _Turn) -> tuple[tuple[str, ...], str]:
-        """What was done, and in one phrase."""
+        """Release what `ask` names. Return one line for each, and what was done in one phrase."""
         if isinstance(ask, events.DropPrefixesAsk):
             return self._drop_prefixes(ask, turn), "the prefixes were dropped"
         if ask.died:
@@ -659,7 +660,7 @@ class Scheduler(SchedulerApi):
 
     @staticmethod
     def _is_over(stop: _Stop, lives: Sequence[LiveRequest], now: float) -> bool:
-        """Whether nothing is left to wait for."""
+        """Return whether nothing is left to wait for."""
         return now >= stop.deadline or all(map(is_set_aside, lives))
 
 

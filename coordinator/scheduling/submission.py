@@ -1,4 +1,5 @@
-"""Where requests begin and are forgotten: checked, given a request index, an entry and an actor, written down.
+"""First and last steps of requests: they are checked, given a request index, an entry and an actor, written down, and
+forgotten.
 
 A room of the Scheduler's, in whose turns all of this happens.
 """
@@ -119,7 +120,7 @@ class Submissions:
         return request
 
     def write_orders(self, ask: events.CommandAsk) -> Commit:
-        """What is now ordered of the requests that a command named."""
+        """Write what is now ordered of the requests that a command named."""
         lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
         return self.journal.append([it.entry.ordered for it in lives])
 

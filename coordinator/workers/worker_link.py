@@ -452,7 +452,8 @@ class WorkerLinks:
         )
 
     def queue(self, link: WorkerLink, command: Command) -> None:
-        """For WorkerLink.send. Commands to an epoch that is down are dropped; its memory is accounted for elsewhere."""
+        """Queue a command of WorkerLink.send. Commands to an epoch that is down are dropped; its memory is accounted
+        for elsewhere."""
         if link.is_down:
             return
         if isinstance(command, messages.Admit):
