@@ -223,6 +223,10 @@ class PoolOpened(JournalEntry, frozen=True, tag="pool_opened"):
     model: ModelInfo
 
 
+#: Process of an epoch of which nothing is known.
+NOT_ATTESTED: Final = 0, 0, ""
+
+
 class WorkerJoined(JournalEntry, frozen=True, tag="joined"):
     """An epoch of a worker, and its process: `started` in clock ticks after boot `boot`; 0: not attested."""
 

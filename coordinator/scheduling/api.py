@@ -20,6 +20,7 @@ import trio
 from basics.rooms import RoomUse
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
+from coordinator.journal.records import NOT_ATTESTED
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Match, Scope
 from coordinator.scheduling import events
@@ -305,14 +306,17 @@ class SchedulerApi(Actor[Message]):
 
     # ---------------------------------------------------------------- for the worker links
 
-    async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None:
-        """A new epoch of a worker joins; commands may reach `port` before this returns.
+    async def worker_up(
+        self, hello: messages.WorkerHello, port: WorkerPort, process: tuple[int, int, str] = NOT_ATTESTED
+    ) -> None:
+        """A new epoch of a worker joins; commands may reach `port` before this returns. `process`, where it is
+        attested, is journalled: its id, start and boot (basics.processes).
 
         Call it once per epoch, and `worker_down` for the epoch before it first. Raises ConfigError when its model or
         pool differs from its group's, WrongState when the epoch was declared down before, Unavailable while another
         epoch of that name is up, BadInput or ProtocolError for a name or capacity that cannot be.
         """
-        await self.ask(lambda reply: events.WorkerUp(hello, port, reply))
+        await self.ask(lambda reply: events.WorkerUp(hello, port, process, reply))
 
     async def worker_back(self, hello: messages.WorkerHello) -> None:
         """An epoch that was recovered from the journal is there, with its inventory.

@@ -296,11 +296,13 @@ class Dispatch:
 
     # ---------------------------------------------------------------- from worker links
 
-    def worker_up(self, worker: WorkerEntry) -> Effects:
+    def worker_up(self, worker: WorkerEntry, process: tuple[int, int, str] = journal.NOT_ATTESTED) -> Effects:
+        """An epoch joins. Its process is written in the commit of its budgets, so that no coordinator knows of memory
+        that it may touch, and not how its exit is proved (I2)."""
         self.placement_table.add_worker(worker)
         self.dirty = True
         about = worker.node, worker.name, worker.epoch, worker.capacity, worker.model
-        joined = journal.WorkerJoined(*about, member=worker.member)
+        joined = journal.WorkerJoined(*about, *process, member=worker.member)
         return _effects(LedgerStep(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
 
     def worker_down(

@@ -194,10 +194,11 @@ class StopAsk(msgspec.Struct, frozen=True):
 
 
 class WorkerUp(msgspec.Struct, frozen=True):
-    """A new epoch of a worker wants to join; the reply fails when it may not."""
+    """A new epoch of a worker wants to join; the reply fails when it may not. `process` as in WorkerJoined."""
 
     hello: messages.WorkerHello
     port: WorkerPort
+    process: tuple[int, int, str]
     reply: Reply[None]
 
 

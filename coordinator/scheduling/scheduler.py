@@ -411,7 +411,7 @@ class Scheduler(SchedulerApi):
                 is_changing = any(step.node == ask.hello.node for step in turn.steps)
                 worker = self._registry.join(ask.hello, ask.port, is_changing=is_changing)
                 self._prefix_reuse.serve(worker.model)
-                turn.take(self._dispatch.worker_up(worker))
+                turn.take(self._dispatch.worker_up(worker, ask.process))
                 turn.joined.append(ask.reply)
             case events.WorkerBack():
                 turn.take(self._worker_back(ask.hello))

@@ -17,8 +17,9 @@ import trio.testing
 from basics.request_states import POISON_STRIKES, State
 from coordinator.actor import open_supervisor
 from coordinator.journal.journal import GroupCommit
-from coordinator.journal.records import Record, RequestEnded, WorkerJoined
+from coordinator.journal.records import LedgerChanged, Record, RequestEnded, WorkerJoined
 from coordinator.journal.state import replay
+from coordinator.memory.changes import AddWorker
 from coordinator.scheduling.events import Ending, WorkerPort
 from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
@@ -123,6 +124,19 @@ async def test_queued_requests_keep_their_order(autojump_clock: trio.testing.Moc
         line = life.scheduler.describe("running!")[1][-1]
         assert line.reason == "the coordinator restarted; 0 tokens in the journal; on w0, which is awaited"
         life.check()
+
+
+async def test_process_of_a_worker_is_written_with_its_budgets(autojump_clock: trio.testing.MockClock) -> None:
+    """I2: a coordinator that dies between two commits would leave memory whose holder can never be proved gone."""
+    async with Life.over() as life:
+        link = FakeLink(life, "w0", "n0", 1, 1)
+        member = GroupMember("g0", 1, 2, 7)
+        await life.scheduler.worker_up(msgspec.structs.replace(link.hello, member=member), link, (4711, 5, "boot"))
+        await life.settle()
+        (group,) = [group for group in life.store.groups if any(isinstance(it, WorkerJoined) for it in group)]
+    assert any(isinstance(it, LedgerChanged) and isinstance(it.changes[0], AddWorker) for it in group)
+    joined = [(it.process, it.started, it.boot, it.member) for it in group if isinstance(it, WorkerJoined)]
+    assert joined == [(4711, 5, "boot", member)]
 
 
 async def test_requests_hear_their_workers_while_a_turn_waits_for_the_disk(
