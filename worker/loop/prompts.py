@@ -40,15 +40,24 @@ class PassSizes(NamedTuple):
     tokens: int
 
 
+class NextUnit(NamedTuple):
+    """A unit, and the seconds that it takes with its wait for copies; 0: not known."""
+
+    unit: PassUnit
+    seconds: float
+
+
 @dataclass(eq=False)
 class OpenPass:
     """`launched` is None where this rank only pads. `tokens`: what the prompt of each part had left when the pass
-    began; `preempting`: rows of passes that preempted this one."""
+    began; `preempting`: rows of passes that preempted this one; `covered_s`: seconds of the units launched since the
+    copies began that the next layer waits for."""
 
     place: PassPlace
     launched: LaunchedPass | None
     tokens: tuple[int, ...] = ()
     preempting: int = 0
+    covered_s: float = 0.0
 
     @property
     def own_rows(self) -> int:
@@ -69,9 +78,11 @@ class OpenPass:
         this = self.launched
         return this is not None and any(this.part(it).ends and this.requests[it].lacks_mask for it in self.staying())
 
-    def may_enter(self, layer: int) -> bool:
-        """Tell whether the next unit of `layer` would wait for no copy."""
-        return self.launched is None or self.launched.may_enter(layer)
+    def wait_s(self, pace: Pacing) -> float:
+        """Seconds that the next unit will wait for copies of rows, by `pace`; infinite where that is not known."""
+        if self.launched is None or self.launched.may_enter(self.place.layer):
+            return 0.0
+        return max(0.0, pace.copy_s(self.launched.copied_rows) - self.covered_s)
 
     def requests(self) -> list[RunningRequest]:
         """Requests that have not left."""
@@ -151,9 +162,9 @@ class Prompts:
 
     # ---------------------------------------------------------------- one worker
 
-    def next(self, *, beside_steps: bool, left_s: float = inf) -> PassUnit | None:
+    def next(self, *, beside_steps: bool, left_s: float = inf) -> NextUnit | None:
         """The unit to launch next, of the pass that goes on or is opened for it, which beside steps is to take `left_s`
-        at most; None: no prompt can go on, or steps would wait for copies of its rows."""
+        at most; None: no prompt can go on, or steps would wait for copies of its rows, none of which was measured."""
         while self._open and self._open[-1].is_left:
             self._open.pop()
         if not self._open:
@@ -163,9 +174,11 @@ class Prompts:
         if not self._open:
             return None
         this = self._open[-1]
-        if beside_steps and not this.may_enter(this.place.layer):
+        wait_s = this.wait_s(self._pace) if beside_steps else 0.0
+        if wait_s == inf:
             return None
-        return this.place.unit(self._pace.block(beside_steps=beside_steps, left_s=left_s))
+        unit = this.place.unit(self._pace.block(beside_steps=beside_steps, left_s=left_s - wait_s))
+        return NextUnit(unit, wait_s + self._pace.unit_s(unit.rows))
 
     def launch(self, unit: PassUnit) -> list[tuple[LaunchedPass, int]]:
         """Launch `unit`, which `next` gave. Returns the parts whose first token is to be drawn now: with the last
@@ -292,7 +305,7 @@ class Prompts:
     def _launch(self, opened: OpenPass, unit: PassUnit, rows: int) -> list[tuple[LaunchedPass, int]]:
         this = cast(LaunchedPass, opened.launched)
         own = unit._replace(stop=min(unit.stop, opened.own_rows))
-        is_timed = this.may_enter(unit.layer) and not any(it.prefix_load for it in opened.requests())
+        is_timed = not opened.wait_s(self._pace) and not any(it.prefix_load for it in opened.requests())
 
         def launch() -> None:
             self._prefill.launch(this, own, rows)
@@ -302,6 +315,7 @@ class Prompts:
         else:
             launch()
         self._flying.append(self._streams.compute.record("inputs_consumed"))
+        opened.covered_s = (opened.covered_s if unit.first else 0.0) + self._pace.unit_s(own.rows)
         opened.place.launched(unit)
         return self._close(opened) if opened.place.is_over else []
 
