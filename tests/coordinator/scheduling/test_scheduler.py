@@ -175,6 +175,7 @@ async def test_last_topk_waits_with_its_rows(autojump_clock: MockClock, keep: bo
         await rig.run_until("r!", "RETRACTED")
         await rig.scheduler.abort(("r!",), "test")
         await rig.run_until("r!", "ABORTED")
+        await rig.settle()
         assert rig.scheduler._warm_starts.kept_bytes == 0
 
 
