@@ -105,12 +105,18 @@ class Parking:
 
 
 class Reply(Generic[T]):
-    """The reply of one ask. The actor that handles the message sets or fails it, exactly once."""
+    """The reply of one ask. The actor that handles the message sets or fails it, exactly once.
 
-    __slots__ = ("_event", "_result")
+    `wait` and `value` give the result away: a Reply that kept an error would be in a cycle with the frames of its
+    traceback, which hold the message. Garbage collection would find the cycle after minutes (basics.gc_policy), and
+    messages have up to 16 MiB.
+    """
+
+    __slots__ = ("_event", "_is_given", "_result")
 
     def __init__(self) -> None:
         self._event: trio.Event | None = None
+        self._is_given = False
         self._result: outcome.Outcome[T] | None = None
 
     def set(self, value: T) -> None:
@@ -120,21 +126,25 @@ class Reply(Generic[T]):
         self._finish(outcome.Error(error))
 
     async def wait(self) -> T:
-        """Return the value or raise the error. Cancelled: the change that was asked for may still happen."""
-        if self._result is None:
+        """Return the value or raise the error; call once. Cancelled: the change that was asked for may still happen."""
+        if not self._is_given:
             self._event = trio.Event()
             await self._event.wait()
         return self.value()
 
     def value(self) -> T:
-        """Return the value or raise the error of a reply that was given."""
-        assert self._result is not None
-        return self._result.unwrap()
+        """Return the value or raise the error of a reply that was given; call once."""
+        return self._take().unwrap()
+
+    def _take(self) -> outcome.Outcome[T]:
+        result, self._result = self._result, None
+        assert result is not None
+        return result
 
     def _finish(self, result: outcome.Outcome[T]) -> None:
-        if self._result is not None:
+        if self._is_given:
             raise InternalError("a reply was given twice")
-        self._result = result
+        self._result, self._is_given = result, True
         if self._event is not None:
             self._event.set()
 

@@ -121,11 +121,14 @@ class _Group:
         (self.within or self).calls.append(then)
 
     def end(self) -> None:
-        """The group is durable: make its calls, set its replies."""
+        """The group is durable: make its calls, set its replies. It lets go of the groups that joined it, which refer
+        to it: the garbage collector would find the cycle, and prompts in it, after minutes (basics.gc_policy)."""
         for group in (self, *self.joined):
             group.committed.set()
+        self.joined.clear()
         for then in self.calls:
             then()
+        self.calls.clear()
         for reply, value, _ in self.answers:
             reply.set(value)
         self.answers.clear()

@@ -176,7 +176,7 @@ class Scheduler(SchedulerApi):
             begin_trace=begin_trace,
         )
         self._stop: _Stop | None = None
-        self._awaited = DONE  # the commit that the turn waits for, or the last one that a turn did
+        self._awaited = DONE  # the commit that the turn waits for
 
     def history(self) -> tuple[str, ...]:
         return () if self._awaited.done else ("a turn waits for the journal",)
@@ -555,6 +555,7 @@ class Scheduler(SchedulerApi):
         while not commit.done:
             await self._parking.wait()
             self.step_ready()
+        self._awaited = DONE
         self._journal.hold()
 
     def _announce(self, decision: decisions.Decision, pages: Int32Array) -> None:
