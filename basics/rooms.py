@@ -97,7 +97,6 @@ ROOMS: Final = (
             "PlacementTable.unexplained",
             "OwnerTurns._counted",
             "OwnerTurns._held",
-            "Supervisor._running",
         ),
     ),
     BoundedRoom(

@@ -22,7 +22,7 @@ import numpy as np
 import trio
 import trio.testing
 
-from coordinator.actor import Level, open_supervisor
+from coordinator.actor import open_supervisor
 from coordinator.scheduling.events import Ending, LinkStats
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
@@ -124,8 +124,8 @@ async def opened(mode: str) -> AsyncIterator[Bench]:
     settings = CoordinatorSettings(prefix_reuse=mode, audit_interval_s=0)
     async with open_supervisor() as supervisor:
         token_log = TokenLog(settings.live_requests_max + settings.ended_keep_max, 1 << 20)
-        scheduler = Scheduler(settings, token_log=token_log, listener=Listener(), supervisor=supervisor)
-        supervisor.start(scheduler, Level.SCHEDULER)
+        scheduler = Scheduler(settings, token_log=token_log, listener=Listener())
+        supervisor.start(scheduler)
         port = Port()
         hello = messages.WorkerHello(1, "w", "n", 1, 4711, 0, 0, 1, MODEL, CAPACITY)
         await scheduler.worker_up(hello, port)

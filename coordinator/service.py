@@ -26,7 +26,7 @@ from basics import gc_policy
 from basics.process_memory import map_large_buffers
 from basics.rooms import RoomUse, by_label
 from basics.tracing.sender import QUEUE_SPANS_MAX, SpanSender, open_sender
-from coordinator.actor import Level, Supervisor, open_supervisor
+from coordinator.actor import Supervisor, open_supervisor
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway
 from coordinator.gateway.kv_publisher import KvPublisher, Published
@@ -212,7 +212,6 @@ class Coordinator:
             settings,
             token_log=self.token_log,
             listener=self.deliveries,
-            supervisor=supervisor,
             counters=self.counters,
             journal=journal,
             wall_offset_s=wall_offset_s,
@@ -246,10 +245,10 @@ class Coordinator:
         self._gateway, self._journal = gateway, journal
         scheduler.recover(expect_workers(journal.state, links.expect))
         if isinstance(journal, GroupCommit):
-            supervisor.start(journal, Level.JOURNAL)
-        supervisor.start(scheduler, Level.SCHEDULER)
-        supervisor.start(links, Level.WORKER_LINK)
-        supervisor.start(gateway, Level.GATEWAY)
+            supervisor.start(journal)
+        supervisor.start(links)
+        supervisor.start(scheduler)
+        supervisor.start(gateway)
         return scheduler
 
     def _announce(self, exporter: Exporter | None) -> None:

@@ -89,7 +89,7 @@ def own_context(facts: RequestFacts, ratio: float) -> TraceContext:
 
 
 class RequestTrace:
-    """Of one sampled request: `follow` its history."""
+    """Trace of one sampled request: `follow` its history."""
 
     def __init__(self, facts: RequestFacts, context: TraceContext, wall_offset_s: float) -> None:
         """`wall_offset_s` is added to times of the history for seconds since 1970."""

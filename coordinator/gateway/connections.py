@@ -65,7 +65,8 @@ class ClientConnection:
 
 
 class ClientConnections:
-    """At most `limit` connections. `on_drop(connection, reason)` is called for each that is dropped."""
+    """Connections of clients and admins, at most `limit`. `on_drop(connection, reason)` is called for each that is
+    dropped."""
 
     def __init__(self, limit: int, on_drop: Callable[[ClientConnection, str], None]) -> None:
         self.limit = limit

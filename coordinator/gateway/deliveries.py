@@ -69,7 +69,7 @@ class Deliveries:
     # ------------------------------------------------------------ calls of the coordinator
 
     def wake(self) -> None:
-        """There are new tokens."""
+        """Deliver new tokens soon."""
         self._news.set()
 
     def ended(self, ending: Ending) -> None:
@@ -78,7 +78,7 @@ class Deliveries:
         self.recovered(ending)
 
     def recovered(self, ending: Ending) -> None:
-        """As `ended`, for a request that an earlier process has counted."""
+        """Do as `ended`, for a request that an earlier process has counted."""
         self._endings[ending.request_index] = ending
         self._subscriptions.finish(ending.request_index)
         self._news.set()

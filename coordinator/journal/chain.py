@@ -105,7 +105,7 @@ class StoredRecord(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the row is what was written. This does not cover `head`, which has a checksum (`unpack`)."""
+        """Return whether the row is what was written. This does not cover `head`, which has a checksum (`unpack`)."""
         kinds = type(self.number), type(self.body), type(self.digest)
         if kinds != (int, bytes, bytes) or not isinstance(self.request_index, int | None):
             return False

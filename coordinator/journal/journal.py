@@ -84,20 +84,21 @@ class JournalStore(Protocol):
 
     @property
     def wants_summary(self) -> bool:
-        """Whether a new summary would save enough room, by the bytes written since the last SummaryBegun."""
+        """Return whether a new summary would save enough room, by the bytes written since the last SummaryBegun."""
 
     def close(self) -> None: ...
 
 
 class _Group:
-    """Records of one transaction, and the replies that wait for it since `began`."""
+    """Records of one transaction, the calls that wait for it, and the replies that do since `began`."""
 
-    __slots__ = ("answers", "began", "committed", "joined", "records", "within")
+    __slots__ = ("answers", "began", "calls", "committed", "joined", "records", "within")
 
     def __init__(self) -> None:
         self.began = 0.0
         self.records: list[Record] = []
         self.committed = trio.Event()
+        self.calls: list[Callable[[], None]] = []
         self.answers: list[tuple[Reply[Any], Any, str]] = []
         self.joined: list[_Group] = []
         self.within: _Group | None = None  # the group that this one joined
@@ -106,6 +107,7 @@ class _Group:
         """Have `later` committed with this group, behind its records."""
         self.began = self.began if self.answers else later.began
         self.records += later.records
+        self.calls += later.calls
         self.answers += later.answers
         self.joined.append(later)
         later.within = self
@@ -114,12 +116,19 @@ class _Group:
         """Set `reply` at the end."""
         (self.within or self).answers.append((reply, value, what))
 
+    def call(self, then: Callable[[], None]) -> None:
+        """Call `then` at the end."""
+        (self.within or self).calls.append(then)
+
     def end(self) -> None:
-        """The group is durable: set its replies. It lets go of the groups that joined it, which refer to it: the
-        garbage collector would find the cycle, and prompts in it, after minutes (basics.gc_policy)."""
+        """The group is durable: make its calls, set its replies. It lets go of the groups that joined it, which refer
+        to it: the garbage collector would find the cycle, and prompts in it, after minutes (basics.gc_policy)."""
         for group in (self, *self.joined):
             group.committed.set()
         self.joined.clear()
+        for then in self.calls:
+            then()
+        self.calls.clear()
         for reply, value, _ in self.answers:
             reply.set(value)
         self.answers.clear()
@@ -154,6 +163,14 @@ class Commit:
         if self._group is not None and not self._group.committed.is_set():
             await self._group.committed.wait()
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Call `call` once the records are durable, and all tokens that arrived before; at once if they are. It must
+        not fail: what leaves it ends the Journal."""
+        if self._group is None or self._group.committed.is_set():
+            call()
+        else:
+            self._group.call(call)
+
     def answer(self, reply: Reply[T], value: T, what: str) -> None:
         """Set `reply` once the records are durable; after COMMIT_LIMIT_S fail it with Unavailable.
 
@@ -173,7 +190,7 @@ class Journal(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """Whether records outlive this process."""
+        """Return whether records outlive this process."""
 
     @property
     def failing(self) -> str:
@@ -247,7 +264,7 @@ class NoJournal:
 
 
 class GroupCommit:
-    """The Journal actor, for Level.JOURNAL. `on_tokens` is called when tokens were committed and may be delivered."""
+    """The Journal actor. `on_tokens` is called when tokens were committed and may be delivered."""
 
     name = "journal"
     is_kept = True
@@ -376,10 +393,10 @@ class GroupCommit:
         group = self._writing
         if group.records or self._store.short:
             await self._write(group.records)
-        group.end()
         if news is not None:
             self._token_log.commit(news)
             self._on_tokens()
+        group.end()
 
     def _cut(self) -> News | None:
         """End the pending group, with new tokens, which are returned, ahead of its records."""

@@ -86,12 +86,12 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def turn_owner(self) -> tuple[str, str]:
-        """Whose turn it takes among requests of its priority."""
+        """Owner whose turn it takes among requests of its priority: user and tenant."""
         return self.user, self.tenant
 
     @property
     def owner_name(self) -> str:
-        """Who has that turn, in one word that no other owner has: USER or USER/TENANT. A user is the name of a key's
+        """Name of that owner, which no other one has: USER or USER/TENANT. A user is the name of a key's
         file, without a slash."""
         return f"{self.user}/{self.tenant}" if self.tenant else self.user
 
@@ -106,7 +106,7 @@ class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def submission(self) -> str:
-        """Who submitted it, and the kind of its grammar, if it has one: with the grammar's name in its place."""
+        """Reason of the first line of its history: its owner, and the kind and name of what its output is held to."""
         words = self.sampling.grammar.rpartition(" ")[0]
         return f"by {self.owner}" + (f", output held to {words}" if words else "")
 
@@ -221,6 +221,10 @@ class PoolOpened(JournalEntry, frozen=True, tag="pool_opened"):
     node: str
     capacity: WorkerCapacity
     model: ModelInfo
+
+
+#: Process of an epoch of which nothing is known.
+NOT_ATTESTED: Final = 0, 0, ""
 
 
 class WorkerJoined(JournalEntry, frozen=True, tag="joined"):
@@ -358,7 +362,7 @@ def with_named_grammar(sampling: Sampling) -> Sampling:
 
 
 def kept_facts(submitted: RequestFacts) -> RequestFacts:
-    """Of a request as it was submitted: what is kept of it in memory, its grammar named."""
+    """Return the facts of a request that are kept in memory: a name stands for its grammar."""
     sampling = submitted.sampling
     return msgspec.structs.replace(submitted, sampling=with_named_grammar(sampling)) if sampling.grammar else submitted
 

@@ -41,11 +41,12 @@ class FloodControl:
 
     @property
     def senders(self) -> int:
-        """Whose rates are known."""
+        """Number of senders whose rates are known."""
         return len(self._rate_limiter)
 
     def admits(self, received: Received, now: float) -> bool:
-        """Whether to read `received`. The rate is per user, over all of its connections; without keys, per connection.
+        """Return whether to read `received`. The rate is per user, over all of its connections; without keys, per
+        connection.
 
         A message that is not read is counted. By its RateVerdict it is answered, ignored, or its connection is ended.
         """

@@ -1,4 +1,4 @@
-"""Where a connection comes from, in words for logs."""
+"""Origin of a connection, in words for logs."""
 
 from __future__ import annotations
 

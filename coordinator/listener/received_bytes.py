@@ -40,7 +40,7 @@ class ByteCounter:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the first byte counts."""
+        """Return whether the first byte counts."""
         return self._family != socket.AF_UNIX
 
     def arrived(self) -> int:

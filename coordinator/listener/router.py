@@ -219,7 +219,7 @@ class RouterSocket(Watched):
 
     @property
     def given_up_at(self) -> float:
-        """When a connection with an unfinished message ended last."""
+        """Time at which a connection with an unfinished message ended last."""
         return self._connection_events.given_up_at
 
     def cut_overdue(self) -> int:

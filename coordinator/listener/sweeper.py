@@ -46,7 +46,7 @@ class Sweeper:
         self._trimmed_at = float("-inf")
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Sweep until cancelled."""
         async with trio.open_nursery() as nursery:
             for socket in self._sockets.values():
                 nursery.start_soon(socket.watch_connections)

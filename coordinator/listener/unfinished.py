@@ -1,4 +1,4 @@
-"""Which connections hold an unfinished message, and which of them are ended. Pure.
+"""Connections that hold an unfinished message, and those of them that are ended. Pure.
 
 libzmq keeps the parts of a multipart message to itself until the last one has arrived. Its limits are per part
 (ZMQ_MAXMSGSIZE) and per whole message (ZMQ_RCVHWM), so a peer that never sends the last part grows the process without

@@ -1,4 +1,4 @@
-"""Whether workers and ledgers agree on who holds what, asked again and again while they run. Pure.
+"""Comparison of workers and ledgers, again and again while they run: do they agree on who holds what? Pure.
 
     Audit (a command, numbered) ──► the worker says, at the step boundary where it applies it, what every placement
     holds and what is free ──► Inventory (an event, in the order of reports) ──► compared with the ledger
@@ -49,7 +49,7 @@ ACCOUNTS: Final = "accounts"
 
 
 class Difference(NamedTuple):
-    """What two sides say of one thing. `placement` 0: of the worker as a whole."""
+    """Disagreement of two sides about one thing. `placement` 0: of the worker as a whole."""
 
     kind: str
     placement: int
@@ -63,7 +63,7 @@ class Difference(NamedTuple):
 def compare(
     ledger: Ledger, key: EpochKey, inventory: Inventory, at_ask: Mapping[int, Memory], resizing: Callable[[int], bool]
 ) -> list[Difference]:
-    """What `inventory` of the epoch `key` and the ledger of its node do not agree on, at most DIFFERENCES_MAX.
+    """Return differences of `inventory`, of the epoch `key`, and the ledger of its node, at most DIFFERENCES_MAX.
 
     `at_ask` is what the epoch's placements held when the Audit was sent: one that came, or was given more, later may
     cross it and is not compared. `resizing` tells of a placement that its hot buffer is between two sizes. Raises
@@ -99,7 +99,7 @@ def _compare_row(ledger: Ledger, placement: int, row: InventoryRow, *, is_resizi
 
 
 def _compare_free(capacity: WorkerCapacity, rows: Mapping[int, InventoryRow], inventory: Inventory) -> list[Difference]:
-    """What the worker holds and what it has free must be all that it has."""
+    """Return a difference for each kind of memory in which held + free is not the worker's capacity."""
     index_pages, chunks = sum(row.index_pages for row in rows.values()), sum(row.chunks for row in rows.values())
     triples = (
         ("seats", capacity.seats, len(rows) + inventory.seats_free),
@@ -110,7 +110,7 @@ def _compare_free(capacity: WorkerCapacity, rows: Mapping[int, InventoryRow], in
 
 
 def check_node(ledger: Ledger, waiting: Iterable[int]) -> list[Difference]:
-    """What a ledger says of itself: I1, and kept pages whose placement is none of `waiting`."""
+    """Return what is wrong with a ledger by itself: I1, and kept pages whose placement is none of `waiting`."""
     found = [
         Difference(ORPHAN, placement, f"{ledger.held(placement).host_pages} pages kept", "off every worker")
         for placement in ledger.kept_placements() - set(waiting)
@@ -149,7 +149,8 @@ class AuditRound:
 
 
 class AuditRounds:
-    """When whom to ask, and what two audits in a row agree on. `interval_s` 0: only when wanted."""
+    """Order in which epochs are asked, and differences on which two audits in a row agree. `interval_s` 0: only when
+    wanted."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -157,7 +158,8 @@ class AuditRounds:
         self._nodes: dict[str, AuditRound] = {}
 
     def due(self, live: Iterable[EpochKey], now: float) -> list[tuple[EpochKey, int]]:
-        """Whom of `live` to send an Audit now, with its number: all that are wanted, else one at a time."""
+        """Return the epochs of `live` to send an Audit now, with its number: all that are wanted, else one at a
+        time."""
         self._rounds = {key: self._rounds.get(key) or AuditRound(now + self._interval_s) for key in live}
         idle = {key: it for key, it in self._rounds.items() if _is_idle(it, now)}
         chosen = [key for key, it in idle.items() if it.wanted]
@@ -166,16 +168,16 @@ class AuditRounds:
         return [(key, self._rounds[key].ask(now, self._interval_s)) for key in chosen]
 
     def expects(self, key: EpochKey, number: int) -> bool:
-        """Whether an inventory of that number answers the audit that is under way."""
+        """Return whether an inventory of that number answers the audit that is under way."""
         it = self._rounds.get(key)
         return it is not None and it.asked_at is not None and it.number == number
 
     def hear(self, key: EpochKey, found: Iterable[Difference]) -> list[Difference]:
-        """As `AuditRound.hear`, of an epoch that was asked."""
+        """Do as `AuditRound.hear`, for an epoch that was asked."""
         return self._rounds[key].hear(found)
 
     def is_node_due(self, node: str, now: float) -> bool:
-        """Whether to look at a node again; if so, not for the next interval."""
+        """Return whether to look at a node again; if so, not for the next interval."""
         it = self._nodes.setdefault(node, AuditRound())
         if now < it.due_at:
             return False
@@ -183,7 +185,7 @@ class AuditRounds:
         return True
 
     def hear_node(self, node: str, found: Iterable[Difference]) -> list[Difference]:
-        """As `AuditRound.hear`, of a node. The ledger alone answers for it; no worker is asked."""
+        """Do as `AuditRound.hear`, for a node. The ledger alone answers for it; no worker is asked."""
         return self._nodes.setdefault(node, AuditRound()).hear(found)
 
     def want(self, live: Iterable[EpochKey]) -> None:
@@ -192,11 +194,12 @@ class AuditRounds:
             self._rounds.setdefault(key, AuditRound()).wanted = 2
 
     def wants(self, keys: Iterable[EpochKey]) -> bool:
-        """Whether one of `keys` that is still there has not been audited as wanted."""
+        """Return whether one of `keys` that is still there has not been audited as wanted."""
         return any(self._rounds[key].wanted for key in keys if key in self._rounds)
 
     def confirmed(self, key: EpochKey) -> list[Difference] | None:
-        """What the last two audits of an epoch agree on; None: it has not answered, or is gone."""
+        """Return the differences on which the last two audits of an epoch agree; None: it has not answered, or is
+        gone."""
         it = self._rounds.get(key)
         return sorted(it.confirmed) if it is not None and not it.wanted else None
 

@@ -136,7 +136,7 @@ class EvictionOrder:
             self.list_leaf(account, leaf)
 
     def clear(self) -> None:
-        """Nothing is cached any more."""
+        """Forget all pages: nothing is cached any more."""
         for kept in (self._accounts, self._present, self._ranking):
             kept.clear()
         self.pages = 0

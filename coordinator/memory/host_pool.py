@@ -1,9 +1,10 @@
 """The HostPool actor: owner of every ledger of one node, its host pages and the GPU budgets of its workers.
 
-A transaction is applied in one step of one actor, so a reservation over host pages, seats, hot chunks and index pages
-is all or nothing (I7). It is appended to the journal in that very step, with the records that must become true
-together with it; the reply has the commit, before which no command may be sent that gives memory (I4). A change that
-does not fit is a defect, since only the Scheduler asks and it plans over these very accounts: it ends the process.
+The Scheduler steps it (coordinator.actor). A transaction is applied in one step, so a reservation over host pages,
+seats, hot chunks and index pages is all or nothing (I7). It is appended to the journal in that very step, with the
+records that must become true together with it; the reply has the commit, before which no command may be sent that gives
+memory (I4). A change that does not fit is a defect, since only the Scheduler asks and it plans over these very
+accounts: it ends the process.
 
 Idle cached pages count as free. When a change takes more pages than are free, some are evicted just before it, and the
 eviction is written down before it like any change. Pages that the same transaction shares are spared.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,8 +26,8 @@ from coordinator.memory.prefix_index import PrefixIndex
 from metrics.state import Buckets
 from protocol.arrays import Int32Array
 
-#: The Scheduler waits for each reply, so one is the most there ever is; room for an audit beside it.
-MAILBOX_MAX: Final = 4
+#: The Scheduler takes each reply before it asks again, so one is the most there ever is.
+MAILBOX_MAX: Final = 1
 
 
 #: A record of the journal, and the commit of some: this room lies below the journal's.
@@ -62,11 +63,14 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
         prefixes: PrefixIndex,
         append: Callable[[str, Sequence[Change], Sequence[RecordT]], CommitT],
         *,
+        stepped_by: Actor[Any],
         lifetimes: Buckets,
         clock: Callable[[], float],
         evicted: Callable[[int, int], None] = lambda pages, lent: None,
     ) -> None:
-        super().__init__(f"host pool of {node}", mailbox_max=MAILBOX_MAX, batch_max=MAILBOX_MAX)
+        name = f"host pool of {node}"
+        super().__init__(name, mailbox_max=MAILBOX_MAX, batch_max=MAILBOX_MAX, stepped_by=stepped_by)
+        self._step_ready = stepped_by.step_ready
         self.node = node
         self.ledger = ledger
         self._prefixes = prefixes
@@ -76,9 +80,12 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
         self._clock = clock
         self._ages = PageAges(ledger, clock())
 
-    async def transact(self, changes: Sequence[Change], notes: Sequence[RecordT] = ()) -> Applied[CommitT]:
-        """Apply `changes` in order, all in one commit. Cancelled: they may still be applied."""
-        return await self.ask(lambda reply: Transact(changes, notes, reply))
+    def transact(self, changes: Sequence[Change], notes: Sequence[RecordT] = ()) -> Applied[CommitT]:
+        """Apply `changes` in order, all in one commit. For the task that steps this actor."""
+        reply: Reply[Applied[CommitT]] = Reply()
+        self.tell(Transact(changes, notes, reply))
+        self._step_ready()
+        return reply.value()
 
     async def handle(self, batch: list[Transact[RecordT, CommitT]]) -> None:
         for transact in batch:
@@ -94,7 +101,7 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
             transact.reply.set(Applied(given, commit))
 
     def _make_room(self, pages: int, changes: Sequence[Change]) -> Evict | None:
-        """What to evict so that `pages` are free, of those that no change of `changes` shares."""
+        """Choose pages to evict so that `pages` are free, among those that no change of `changes` shares."""
         missing = pages - self.ledger.pages_free
         if missing <= 0:
             return None

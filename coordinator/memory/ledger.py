@@ -44,8 +44,8 @@ NO_PAGES.flags.writeable = False
 
 
 def follows(epoch: int, before: int) -> bool:
-    """Whether `epoch` is of the process that `before` was of, which has begun anew: the numbers of another process's
-    begin at another moment, in milliseconds (worker/process.py)."""
+    """Return whether `epoch` is of the process that `before` was of, which has begun anew: the numbers of another
+    process's begin at another moment, in milliseconds (worker/process.py)."""
     return epoch == before + 1
 
 
@@ -69,7 +69,7 @@ class GpuBudget:
 
 @dataclass(slots=True)
 class Holding:
-    """What a placement holds: `gpu` of `budget`, None once only kept pages are left, and `pages`."""
+    """Memory that a placement holds: `gpu` of `budget`, None once only kept pages are left, and `pages`."""
 
     placement: int
     budget: GpuBudget | None
@@ -120,7 +120,8 @@ class Ledger:
         return budget
 
     def free(self, worker: str) -> Memory:
-        """What a request could be given on `worker` now, idle pages among it. Raises WrongState as `budget`."""
+        """Return the memory that a request could be given on `worker` now, idle pages among it. Raises WrongState as
+        `budget`."""
         return replace(self.budget(worker).free, host_pages=self.pages_available)
 
     @property
@@ -132,7 +133,7 @@ class Ledger:
         return worker in self._live
 
     def has_exited(self, worker: str, epoch: int) -> bool:
-        """Whether the process of an epoch that has holders is proved gone."""
+        """Return whether the process of an epoch that has holders is proved gone."""
         budget = self._budgets.get((worker, epoch))
         return budget is not None and budget.exited
 
@@ -140,7 +141,8 @@ class Ledger:
         return placement in self._holdings
 
     def held(self, placement: int) -> Memory:
-        """What a placement holds, GPU counts and pages. Raises InternalError for one that is not here."""
+        """Return the memory that a placement holds, GPU counts and pages. Raises InternalError for one that is not
+        here."""
         holding = self._holding(placement)
         return replace(holding.gpu, host_pages=holding.page_count)
 
@@ -166,7 +168,7 @@ class Ledger:
         return {it.placement for it in self._holdings.values() if it.budget is None}
 
     def freeing(self) -> Freeing:
-        """To compute what the end of a set of placements would free."""
+        """Begin to compute what the end of a set of placements would free."""
         return Freeing(self)
 
     def cached_pages(self) -> Int32Array:
@@ -174,12 +176,12 @@ class Ledger:
         return np.flatnonzero(self._is_cached).astype(np.int32)
 
     def is_idle(self, pages: Int32Array) -> npt.NDArray[np.bool_]:
-        """Whether only the cache holds each."""
+        """Return for each page whether only the cache holds it."""
         idle: npt.NDArray[np.bool_] = self._is_cached[pages] & (self._refcounts[pages] == 1)
         return idle
 
     def count_idle(self, cached: Int32Array) -> int:
-        """How many of `cached`, pages that are cached, only the cache holds."""
+        """Count those of `cached`, pages that are cached, that only the cache holds."""
         return _count(self._refcounts.take(cached), 1)
 
     def moved(self, free_before: int) -> tuple[Int32Array, Int32Array]:
@@ -206,7 +208,7 @@ class Ledger:
         return PageCounts(self.pages_free, owned, quarantined, self.pages_idle, int(np.count_nonzero(owners > 1)))
 
     def shortfall(self, worker: str, want: Memory) -> tuple[str, ...]:
-        """What is missing now for `want`, one phrase for each kind of memory; empty: it fits."""
+        """Return what is missing now for `want`, one phrase for each kind of memory; empty: it fits."""
         kinds, places = ("host pages", "hot chunks", "index pages", "seats"), ("the pool", *[worker] * 3)
         rows = zip(kinds, astuple(want), places, astuple(self.free(worker)), strict=True)
         return tuple(
@@ -350,8 +352,8 @@ class Ledger:
     # ---------------------------------------------------------------- invariants
 
     def find_mismatch(self) -> str:
-        """What of I1 and the budgets does not add up, in words; empty: it all does. As `check_invariants`, but for
-        pages that one holding has twice, in one pass: about 60 ms for 10,000 holdings and a million pages."""
+        """Return what of I1 and the budgets does not add up, in words; empty: it all does. As `check_invariants`, but
+        for pages that one holding has twice, in one pass: about 60 ms for 10,000 holdings and a million pages."""
         arrays = [pages for it in self._holdings.values() for pages in it.pages]
         arrays += [pages for many in self._quarantines.values() for pages in many]
         holders = np.bincount(np.concatenate([NO_PAGES, *arrays]), minlength=self.pages_total) + self._is_cached
@@ -456,7 +458,7 @@ class Ledger:
         return pages
 
     def _holders(self, pages: Int32Array) -> Int32Array:
-        """How many hold each of `pages`, distinct ones, beside the cache."""
+        """Count the holders of each of `pages`, distinct ones, beside the cache."""
         holders: Int32Array = self._refcounts[pages] - self._is_cached[pages]
         return holders
 
@@ -503,8 +505,8 @@ class Ledger:
 
 
 class Freeing:
-    """What the end of a set of placements would make available: two that share a page free nothing alone, and the page
-    together. Of a ledger as it is now, which must not change meanwhile."""
+    """Pages that the end of a set of placements would make available: two that share a page free nothing alone, and the
+    page together. Of a ledger as it is now, which must not change meanwhile."""
 
     __slots__ = ("_counted", "_ended", "_held", "_ledger", "_remaining", "_to_hold")
 
@@ -535,8 +537,8 @@ class Freeing:
         return int(np.count_nonzero(remaining[pages] == 0))
 
     def count_unheld(self, pages: Int32Array) -> int:
-        """How many of these, which are cached, nothing but the cache holds once the set has ended. A plan asks several
-        times for the same array."""
+        """Count those of `pages`, which are cached, that nothing but the cache holds once the set has ended. A plan
+        asks several times for the same array."""
         if pages is not self._counted[0]:
             self._counted = pages, self._count_unheld(pages)
         return self._counted[1]
@@ -578,7 +580,7 @@ FEW_PAGES: Final = 64
 
 
 def _count(values: Int32Array, value: int) -> int:
-    """How many of `values` are `value`."""
+    """Count the `values` that equal `value`."""
     return values.tolist().count(value) if values.size <= FEW_PAGES else int(np.count_nonzero(values == value))
 
 
@@ -590,7 +592,7 @@ def _are_distinct(pages: Int32Array) -> bool:
 
 
 def _of_gpu(memory: Memory) -> Memory:
-    """Without host pages, which the pool counts."""
+    """Return `memory` without host pages, which the pool counts."""
     return replace(memory, host_pages=0)
 
 

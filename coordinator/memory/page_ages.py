@@ -1,4 +1,4 @@
-"""How long host pages are held: from being taken to being free again, under any number of holders. Pure."""
+"""Times for which host pages are held: from being taken to being free again, under any number of holders. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_AGES: Final = np.zeros(0)
 
 
 class PageAges:
-    """Of the pages of `ledger`, which is asked after each change; those held at the start count from there."""
+    """Ages of the pages of `ledger`, which is asked after each change; those held at the start count from there."""
 
     def __init__(self, ledger: Ledger, now: float) -> None:
         self._ledger = ledger

@@ -1,4 +1,4 @@
-"""Which cached page of a node's host pool holds the rows of which 64 tokens behind which others. Pure.
+"""Index of the cached pages of a node's host pool by their 64 tokens and all tokens before. Pure.
 
 A page is known by a chained digest: a keyed BLAKE2b of its parent's digest and its tokens. The first parent is a
 *root*, which stands for all else that rows depend on, and for the owner who may reuse them. The key is drawn at each
@@ -70,7 +70,7 @@ def extend_chain(key: bytes, parent: Digest, tokens: bytes) -> tuple[Digest, ...
 
 
 class Scope(NamedTuple):
-    """Whose prefixes a root stands for, and with which salt."""
+    """Owner and salt of the prefixes that a root stands for."""
 
     user: str = ""
     tenant: str = ""
@@ -78,7 +78,7 @@ class Scope(NamedTuple):
 
     @property
     def owner(self) -> str:
-        """For operators: user and tenant, as far as there are any."""
+        """Name of the owner for operators: user and tenant, as far as there are any."""
         return "/".join(filter(None, (self.user, self.tenant)))
 
 
@@ -277,7 +277,7 @@ class PrefixIndex:
             self._suspects.difference_update(pages().tolist())
 
     def sound(self, pages: Int32Array) -> int:
-        """How many of a list of pages come before the first that may hold wrong rows."""
+        """Count those of a list of pages that come before the first that may hold wrong rows."""
         if not self._suspects:
             return int(pages.size)
         return next((place for place, page in enumerate(pages.tolist()) if page in self._suspects), int(pages.size))
@@ -298,7 +298,7 @@ class PrefixIndex:
         return pages
 
     def leaves(self) -> list[Digest]:
-        """Of the prefixes that none continues."""
+        """Return the digests of the prefixes that none continues."""
         return [*self._ends]
 
     def depth(self, digest: Digest) -> int:

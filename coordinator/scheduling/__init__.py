@@ -1,1 +1,1 @@
-"""Who runs where: the Scheduler and its Requests, and the pure parts that decide for them."""
+"""Placement of requests: the Scheduler and its Requests, and the pure parts that decide for them."""

@@ -20,6 +20,7 @@ import trio
 from basics.rooms import RoomUse
 from coordinator.actor import Actor
 from coordinator.journal.journal import Journal, check_writes
+from coordinator.journal.records import NOT_ATTESTED
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Match, Scope
 from coordinator.scheduling import events
@@ -91,7 +92,7 @@ class SchedulerApi(Actor[Message]):
     @property
     @abstractmethod
     def stopping(self) -> bool:
-        """Whether the coordinator takes no more requests because it is about to end."""
+        """Return whether the coordinator takes no more requests because it is about to end."""
 
     # ---------------------------------------------------------------- for the gateway
 
@@ -277,7 +278,7 @@ class SchedulerApi(Actor[Message]):
         return self._registry.worker_rows(self._clock())
 
     def pool_rows(self) -> list[messages.PoolRow]:
-        """Of each node, in pages, with what its cache was asked for and gave."""
+        """Return the pool of each node, in pages, with what its cache was asked for and gave."""
         rows = []
         for row in self._registry.pool_rows():
             stats = self._prefix_reuse.stats.get(row.node, PrefixStats())
@@ -305,14 +306,17 @@ class SchedulerApi(Actor[Message]):
 
     # ---------------------------------------------------------------- for the worker links
 
-    async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None:
-        """A new epoch of a worker joins; commands may reach `port` before this returns.
+    async def worker_up(
+        self, hello: messages.WorkerHello, port: WorkerPort, process: tuple[int, int, str] = NOT_ATTESTED
+    ) -> None:
+        """A new epoch of a worker joins; commands may reach `port` before this returns. `process`, where it is
+        attested, is journalled: its id, start and boot (basics.processes).
 
         Call it once per epoch, and `worker_down` for the epoch before it first. Raises ConfigError when its model or
         pool differs from its group's, WrongState when the epoch was declared down before, Unavailable while another
         epoch of that name is up, BadInput or ProtocolError for a name or capacity that cannot be.
         """
-        await self.ask(lambda reply: events.WorkerUp(hello, port, reply))
+        await self.ask(lambda reply: events.WorkerUp(hello, port, process, reply))
 
     async def worker_back(self, hello: messages.WorkerHello) -> None:
         """An epoch that was recovered from the journal is there, with its inventory.

@@ -67,7 +67,7 @@ class Auditor:
         self._asked: list[_Asked] = []
 
     def expects(self, worker: str, epoch: int, number: int) -> bool:
-        """Whether that inventory was asked for; others are dropped."""
+        """Return whether that inventory was asked for; others are dropped."""
         return self._rounds.expects((worker, epoch), number)
 
     # ---------------------------------------------------------------- asking

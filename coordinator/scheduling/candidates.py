@@ -1,4 +1,4 @@
-"""Where a waiting request could run, what it would need there, and which of these places policy prefers. Pure.
+"""Places where a waiting request could run, with what it needs there, in the order of policy's preference. Pure.
 
 A *candidate* is a PlacementAsk: one worker, or one that prefills and one that decodes, with what the request asks of
 each. Asked is what the smallest hot size takes, and what is to stay free for requests of better rank. Whether a
@@ -43,7 +43,7 @@ FLOOR_MARGIN_PAGES: Final = 2
 
 
 class Shape(NamedTuple):
-    """What a request asks of any worker of one capacity."""
+    """Memory that a request asks of any worker of one capacity."""
 
     pages: int
     hot_sizes: list[HotSize]
@@ -51,8 +51,8 @@ class Shape(NamedTuple):
 
 
 class Candidates:
-    """Of the requests that one plan considers. The plan changes `free` as it goes on, and `blocked`, the nodes without
-    candidates. `ahead_tokens` are granted ahead of need."""
+    """Candidates for the requests that one plan considers. The plan changes `free` as it goes on, and `blocked`, the
+    nodes without candidates. `ahead_tokens` are granted ahead of need."""
 
     def __init__(
         self,
@@ -112,7 +112,8 @@ class Candidates:
         return asks
 
     def _behind_own(self, entry: RequestEntry) -> list[PlacementAsk]:
-        """As `of`, of a request that kept the first pages of its prompt: the rest is computed behind them."""
+        """Return what `of` does, for a request that kept the first pages of its prompt: the rest is computed behind
+        them."""
         if self._takes_steps(entry.facts.prompt_tokens - entry.kept_tokens):
             return [ask._replace(by_steps=True) for ask in self.of_part(entry, DECODE)]
         if self._prefix_reuse.whole(entry.own_pages) != entry.own_pages:  # of workers with other prompt blocks
@@ -154,7 +155,7 @@ class Candidates:
         return max(asks, key=lambda ask: (self._preference(ask), self._index_of[ask.worker.name]), default=None)
 
     def could_begin_anew(self, entry: RequestEntry) -> bool:
-        """Whether there are workers that could take it on from its prompt, were they empty."""
+        """Return whether there are workers that could take it on from its prompt, were they empty."""
 
         def able(part: str) -> list[WorkerEntry]:
             takers = (it for it in self._table.workers.values() if it.takes and it.capacity.role in (part, BOTH))
@@ -170,7 +171,7 @@ class Candidates:
     # ---------------------------------------------------------------- what one worker would be asked
 
     def shape(self, entry: RequestEntry, worker: WorkerEntry, part: str) -> Shape | None:
-        """What it would ask of `worker`; None: more than that has when it is empty."""
+        """Return the memory that the request needs on `worker`; None if it exceeds the worker's capacity."""
         length = entry.length
         if misfit(length, worker.capacity, worker.name, part):
             return None
@@ -225,8 +226,8 @@ class Candidates:
         return ask._replace(need=need, spare_chunks=ask.spare_chunks + chunks)
 
     def _takes_steps(self, rest_tokens: int) -> bool:
-        """Whether the rest of a prompt behind its own pages goes through decode steps: less than a page does, where its
-        rows need not be the bits of prefill."""
+        """Return whether the rest of a prompt behind its own pages goes through decode steps: less than a page does,
+        where its rows need not be the bits of prefill."""
         return self._prefix_reuse.with_generated and rest_tokens <= PAGE_TOKENS
 
     def _prefers_steps(self, worker: WorkerEntry, rest_tokens: int) -> bool:
@@ -243,7 +244,8 @@ class Candidates:
         return free.covers(need) and (ask.decoder is None or self.fits(ask.decoder))
 
     def need_of(self, ask: PlacementAsk) -> Memory:
-        """What it takes from what is free now: of the cached pages that it shares, those that nothing else holds."""
+        """Return the free memory that the ask takes; of the cached pages that it shares, those that nothing else
+        holds."""
         if not ask.share.size:
             return ask.need
         return ask.need.plus(Memory(self._free.held_after(ask.worker.node).count_unheld(ask.share)))
@@ -278,22 +280,22 @@ class Candidates:
         )
 
     def _crowding(self, worker: WorkerEntry) -> int:
-        """Of a rank, the fewer requests, the better."""
+        """Return the requests on a rank: the fewer, the better."""
         return -len(worker.ranks) - self._promised[worker.name] if self._has_groups else 0
 
     def _pages_ahead(self, ask: PlacementAsk) -> int:
-        """Of prompts, its own among them, that are computed on its worker before its first token."""
+        """Count the pages of prompts, its own among them, that are computed on its worker before its first token."""
         before = (it for it in self._table.computing.values() if it.worker == ask.worker.name)
         return sum(pages_for(it.facts.prompt_tokens) - it.shared_pages for it in before) - int(ask.prefix.size)
 
     # ---------------------------------------------------------------- plain requests
 
     def _begins_new(self, entry: RequestEntry) -> bool:
-        """Whether nothing of its prompt is cached anywhere, nor may be about to be."""
+        """Return whether nothing of its prompt is cached anywhere, nor may be about to be."""
         return not self._prefix_reuse.is_begun(entry) and not self._leaders.may_lead(entry)
 
     def _first_of(self, order: WorkerOrder, entry: RequestEntry) -> PlacementAsk | None:
-        """Of workers of equal sizes."""
+        """Return what it asks of the first worker in `order`, which has workers of equal sizes."""
         shape = self.shape(entry, order.any, BOTH)
         if shape is None:
             return None
@@ -305,7 +307,7 @@ class Candidates:
         return None if worker is None else PlacementAsk(worker, *shape)
 
     def _worker_orders(self) -> list[WorkerOrder]:
-        """Of the workers that prefill and decode, by their sizes."""
+        """Return an order for each size of workers that prefill and decode."""
         if self._orders is None:
             by_sizes: dict[int, list[WorkerEntry]] = {}
             for worker in self._takers:
@@ -315,6 +317,6 @@ class Candidates:
         return self._orders
 
     def _standing(self, worker: WorkerEntry) -> Standing:
-        """As `_preference` orders workers where all else is equal."""
+        """Return the place that `_preference` gives a worker where all else is equal."""
         free = self._free.on(worker)
         return self._crowding(worker), free.hot_chunks, free.seats, self._index_of[worker.name]

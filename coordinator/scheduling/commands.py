@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.events import CommandAsk, RequestCommand
+from coordinator.scheduling.events import CommandAsk, DrainAsk, RequestCommand
 from coordinator.scheduling.request_state import describe_size
 from coordinator.scheduling.request_table import EndedRequest, LiveRequest, RequestTable
 from protocol.errors import BadInput, CapacityError, NotFound, WrongState
@@ -21,7 +21,8 @@ IDS_MAX: Final = 20_000
 def carry_out(
     ask: CommandAsk, requests: RequestTable, dispatch: Dispatch, capacities: Sequence[tuple[str, WorkerCapacity]]
 ) -> tuple[list[Effects], tuple[str, ...]]:
-    """What follows, and one line per request. Raises NotFound, WrongState, BadInput, CapacityError: nothing done."""
+    """Return what follows, and one line per request. Raises NotFound, WrongState, BadInput, CapacityError: nothing
+    done."""
     lives = find(ask, requests)
     if ask.command is RequestCommand.RESIZE:
         for live in lives:
@@ -33,7 +34,7 @@ def carry_out(
 def release_quarantine(
     workers: Sequence[str], ledgers: Mapping[str, Ledger], dispatch: Dispatch, *, died: bool = False
 ) -> tuple[list[Effects], tuple[str, ...]]:
-    """What follows from an operator's word that these workers' lost epochs are gone, and one line per worker.
+    """Return what follows from an operator's word that these workers' lost epochs are gone, and one line per worker.
 
     An operator's word is no evidence against requests. A supervisor's is, which saw the process of the last epoch end:
     `died`. Raises NotFound, with nothing done.
@@ -102,7 +103,7 @@ def _promise(ask: CommandAsk, live: LiveRequest) -> str:
 
 
 def _resumed(live: LiveRequest) -> str:
-    """What becomes of a request that is held no longer; its rows are known once it has left its worker."""
+    """Say what becomes of a request that is held no longer; its rows are known once it has left its worker."""
     if live.state.placement:
         return "held no longer, runs again once it has left its worker and memory is free"
     if rows := live.entry.kept_tokens:
@@ -132,3 +133,41 @@ def check_size(
         value=hot_slots,
         remedy="choose a smaller size",
     )
+
+
+def is_set_aside(live: LiveRequest) -> bool:
+    """Held, and on no worker: a stop does not wait for it."""
+    return live.state.held and not live.state.placement
+
+
+def drain_promise(ask: DrainAsk, requests: int) -> str:
+    if ask.undrain:
+        return "takes requests again"
+    if not requests:
+        return "draining, and no request is on it"
+    if ask.deadline_s == 0:
+        return f"draining, {_counted(requests)} retracted at once"
+    how = "handed over or left to finish here" if ask.handover else "left to finish here"
+    return f"draining, {_counted(requests)} {how}, retracted after {ask.deadline_s:g} s"
+
+
+def stop_promise(lives: Collection[LiveRequest], left_s: float, *, is_kept: bool) -> str:
+    """Say how long requests may run on, how many there are, and what becomes of those that have not ended by then."""
+    held = sum(map(is_set_aside, lives))
+    running = len(lives) - held
+    if not lives:
+        return "stopping, and no request is left"
+    of_them = f" ({held} held)" if held else ""
+    if left_s <= 0 or not running:
+        fate = f"resume{'s' * (len(lives) == 1)} at the next start" if is_kept else _fails(len(lives))
+        return f"stopping at once, {_counted(len(lives), 'unfinished ')}{of_them} {fate}"
+    fate = "resumes at the next start" if is_kept else _fails(1)
+    return f"stopping, at most {left_s:g} s for {_counted(len(lives))}{of_them} to finish; what has not then {fate}"
+
+
+def _fails(requests: int) -> str:
+    return f"fail{'s' * (requests == 1)}: there is no journal"
+
+
+def _counted(requests: int, kind: str = "") -> str:
+    return f"{requests} {kind}request{'' if requests == 1 else 's'}"

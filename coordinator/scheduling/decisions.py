@@ -1,4 +1,4 @@
-"""What policy decides, as data: carried out by the Scheduler in the order given. Pure."""
+"""Decisions of policy, as data: carried out by the Scheduler in the order given. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Scheduler does with what it hears: placement table and ledger changes in, decisions and tells out. Pure.
+"""Reactions of the Scheduler to what it hears: placement table and ledger changes in, decisions and tells out. Pure.
 
 One turn of the Scheduler, which the tests drive without any actor:
 
@@ -296,11 +296,13 @@ class Dispatch:
 
     # ---------------------------------------------------------------- from worker links
 
-    def worker_up(self, worker: WorkerEntry) -> Effects:
+    def worker_up(self, worker: WorkerEntry, process: tuple[int, int, str] = journal.NOT_ATTESTED) -> Effects:
+        """An epoch joins. Its process is written in the commit of its budgets, so that no coordinator knows of memory
+        that it may touch, and not how its exit is proved (I2)."""
         self.placement_table.add_worker(worker)
         self.dirty = True
         about = worker.node, worker.name, worker.epoch, worker.capacity, worker.model
-        joined = journal.WorkerJoined(*about, member=worker.member)
+        joined = journal.WorkerJoined(*about, *process, member=worker.member)
         return _effects(LedgerStep(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
 
     def worker_down(
@@ -460,7 +462,7 @@ class Dispatch:
         | decisions.DemoteDecision,
         pages: Int32Array,
     ) -> AddressedOrder:
-        """What its Request is told of a decision that was carried out; `pages` are those given out.
+        """Return the order to the Request of a decision that was carried out; `pages` are those given out.
 
         An Admit is told by the Scheduler, which has the prompt.
         """

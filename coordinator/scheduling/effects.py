@@ -1,4 +1,4 @@
-"""What a turn of the Scheduler does to ledgers and to workers, as data. Pure."""
+"""Effects of a turn of the Scheduler on ledgers and on workers, as data. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the placement table lists: requests, workers, and promises of memory between them, as policy sees them. Pure.
+"""Entries of the placement table: requests, workers, and promises of memory between them, as policy sees them. Pure.
 
 The phases of a request:
 
@@ -111,7 +111,7 @@ class RequestEntry:
 
     @property
     def prefills_only(self) -> bool:
-        """Whether it is on a worker that will not decode it."""
+        """Return whether it is on a worker that will not decode it."""
         return self.phase in ON_WORKER and self.hot.hot_slots == NO_HOT_BUFFER
 
     @property
@@ -187,7 +187,8 @@ class WorkerEntry:
 
     @property
     def takes(self) -> bool:
-        """Whether it accepts admissions and growth of hot buffers: not draining, not awaited, its group complete."""
+        """Return whether it accepts admissions and growth of hot buffers: not draining, not awaited, its group
+        complete."""
         return self.drain is None and not self.awaited and not self.ranks_missing
 
     @property
@@ -195,7 +196,7 @@ class WorkerEntry:
         return self.capacity.decodes
 
     def hands_to(self, other: WorkerEntry) -> bool:
-        """Whether what it prefills can come to be decoded there."""
+        """Return whether what it prefills can come to be decoded there."""
         ours, theirs = self.capacity, other.capacity
         if self is other or self.node == other.node:
             return self is not other

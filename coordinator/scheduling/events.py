@@ -1,13 +1,14 @@
-"""What actors say to each other, and the ports through which they reach the transport. Pure.
+"""Messages of actors to each other, and the ports through which they reach the transport. Pure.
 
 Who tells whom (asks go down the first column only, everything else is a tell):
 
     Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, CommandAsk          Transact
-    WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, Counters,
-                                                            TransferClosed
+    WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, PromptRows,
+                                                            InventoryTaken, TransferClosed
     WorkerLink ────► Request                                messages.Event, routed by placement
-    Scheduler ─────► Request                                Admitted, Granted, ResizeTo, Retract, Resume, ...
-    Request ───────► Scheduler                              Progressed, Departed, Closed
+    Scheduler ─────► Request                                RequestOrder: Admitted, MemoryGiven, RetractOrder, ...
+    Request ───────► Scheduler                              PlacementProgressed, HotBufferResized, PlacementEnded,
+                                                            RequestClosed
     Request ───────► WorkerPort.send                        messages.Command
 
 Everything about one placement reaches its worker through its Request actor, so commands keep their order.
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class Handle(NamedTuple):
-    """What a submitted or found request is called: by its clients, and in the token log."""
+    """Names of a submitted or found request: for its clients, and in the token log."""
 
     request_id: str
     request_index: int
 
 
 class LinkStats(NamedTuple):
-    """What a worker link knows from heartbeats and acknowledgements; the rest of a WorkerRow is the ledger's."""
+    """Facts that a worker link knows from heartbeats and acknowledgements; the rest of a WorkerRow is the ledger's."""
 
     steps: int
     step_us: float
@@ -96,14 +97,14 @@ class Listener(Protocol):
         """The request is terminal and its tokens are all in the token log. Called exactly once per request (I5)."""
 
     def recovered(self, ending: Ending) -> None:
-        """As `ended`, of a request that ended in an earlier incarnation of the coordinator."""
+        """Do as `ended`, for a request that ended in an earlier incarnation of the coordinator."""
 
     def forgotten(self, request_index: int) -> None:
         """The request index is about to be closed and reused: drop subscriptions to it."""
 
 
 class RequestCommand(Enum):
-    """What clients and operators may do to requests."""
+    """Command of a client or an operator to requests."""
 
     ABORT = "abort"
     RETRACT = "retract"
@@ -193,10 +194,11 @@ class StopAsk(msgspec.Struct, frozen=True):
 
 
 class WorkerUp(msgspec.Struct, frozen=True):
-    """A new epoch of a worker wants to join; the reply fails when it may not."""
+    """A new epoch of a worker wants to join; the reply fails when it may not. `process` as in WorkerJoined."""
 
     hello: messages.WorkerHello
     port: WorkerPort
+    process: tuple[int, int, str]
     reply: Reply[None]
 
 
@@ -257,7 +259,7 @@ class PromptRows(msgspec.Struct, frozen=True):
 
 
 class Stage(Enum):
-    """How far a placement has come, as far as the ledger cares."""
+    """Progress of a placement, as far as the ledger cares."""
 
     STAGED = "staged"  # a placement that only computes the prompt is about to end
     STARTED = "started"  # in the decode batch: its hot buffer can be resized
@@ -307,7 +309,7 @@ class AddressedOrder(NamedTuple):
 
 
 class Recovered(msgspec.Struct, frozen=True):
-    """What is to be done first after the journal was read."""
+    """First things to do after the journal was read."""
 
     steps: tuple[LedgerStep, ...]
     tells: tuple[AddressedOrder, ...]
@@ -371,7 +373,7 @@ class RowsGivenUp(msgspec.Struct, frozen=True):
 
 
 class StillWaits(msgspec.Struct, frozen=True):
-    """What it waits for is of a kind that its history does not name yet."""
+    """Its wait is for something of a kind that its history does not name yet."""
 
     reason: str
 

@@ -30,7 +30,7 @@ FOLLOW_LIMIT_S: Final = 10.0
 
 
 class Following(NamedTuple):
-    """What a follower waits for: of `pages` that the prompts of both begin with, `present` are cached."""
+    """Wait of a follower: of `pages` that the prompts of both begin with, `present` are cached."""
 
     leader: RequestEntry
     pages: int
@@ -58,11 +58,11 @@ class Leaders:
             self._list(entry, self._by_first)
 
     def may_lead(self, entry: RequestEntry) -> bool:
-        """Whether any request under way may lead `entry`, on any node. Changes nothing."""
+        """Return whether any request under way may lead `entry`, on any node. Changes nothing."""
         return not entry.goes_alone and bool(self._candidates(entry))
 
     def followed_by(self, entry: RequestEntry, nodes: Iterable[str], now: float) -> Following | None:
-        """What `entry`, which workers of `nodes` could take, is to wait for; None: it goes on alone."""
+        """Return what `entry`, which workers of `nodes` could take, is to wait for; None: it goes on alone."""
         if entry.chain is None or entry.pages or entry.goes_alone:
             return None
         before = entry.follows

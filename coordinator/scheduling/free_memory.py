@@ -1,5 +1,5 @@
-"""What is free while a plan is made: the ledgers' counts, less what the plan has given away or claimed so far; and what
-requests ask of it. Pure."""
+"""Memory that is free while a plan is made: the ledgers' counts, less what the plan has given away or claimed so far;
+and what requests ask of it. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from protocol.sizing import HotSize, Memory
 
 
 class PlacementAsk(NamedTuple):
-    """What a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are not
-    its own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this one
-    prefills; the host pages are in that. `share`: cached pages of the node, with which its prompt begins; of a pair on
-    one node, those are in the decoder's ask. `by_steps`: the rest of the prompt goes through decode steps."""
+    """Memory that a request asks of a worker. `hot_sizes` are the hot sizes it may have; `spare_chunks` of the need are
+    not its own but left for those ahead of it. `decoder`: what it asks of another worker, which is to decode what this
+    one prefills; the host pages are in that. `share`: cached pages of the node, with which its prompt begins; of a pair
+    on one node, those are in the decoder's ask. `by_steps`: the rest of the prompt goes through decode steps."""
 
     worker: WorkerEntry
     pages: int
@@ -32,7 +32,7 @@ class PlacementAsk(NamedTuple):
 
     @property
     def is_far(self) -> bool:
-        """Whether rows go to another node."""
+        """Return whether rows go to another node."""
         return self.decoder is not None and self.decoder.worker.node != self.worker.node
 
     @property
@@ -59,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 class PlanOutcome(NamedTuple):
-    """What a plan leaves beside its decisions: what is free after it, the refused by request index, and by node
+    """State that a plan leaves beside its decisions: what is free after it, the refused by request index, and by node
     the request that blocks it for those of lower rank."""
 
     free: FreeMemory
@@ -68,7 +68,7 @@ class PlanOutcome(NamedTuple):
 
 
 class FreeMemory:
-    """By worker. Workers of a node share its host pages: what one takes, all of them have less."""
+    """Free memory by worker. Workers of a node share its host pages: what one takes, all of them have less."""
 
     __slots__ = ("_by_worker", "_held_after", "_ledgers", "_names")
 
@@ -88,7 +88,7 @@ class FreeMemory:
         return self._by_worker[worker.name]
 
     def held_after(self, node: str) -> Freeing:
-        """Who holds the pages of `node` once the decisions so far are carried out."""
+        """Return the holders of the pages of `node` once the decisions so far are carried out."""
         if node not in self._held_after:
             self._held_after[node] = self._ledgers[node].freeing()
         return self._held_after[node]
@@ -97,7 +97,7 @@ class FreeMemory:
         self._set(worker, self._by_worker[worker.name].minus(memory))
 
     def promise(self, worker: WorkerEntry, memory: Memory) -> None:
-        """As much of `memory` as is free may be used by no other request."""
+        """Reserve as much of `memory` as is free: no other request may use it."""
         free = self._by_worker[worker.name]
         self._set(worker, free.minus(memory.at_most(free)))
 

@@ -1,4 +1,4 @@
-"""Which groups of workers are complete, and whether a worker may join as a rank. Pure.
+"""Completeness of groups of workers, and checks of a worker that would join as a rank. Pure.
 
 The ranks of a group hold one copy of a model and step together (protocol.messages.GroupMember). A group is *complete*
 while every rank from 0 to size - 1 of its latest incarnation is connected. A rank that the journal names and that has
@@ -39,7 +39,7 @@ class GroupLife(NamedTuple):
 
 
 def life_of(worker: WorkerEntry) -> GroupLife | None:
-    """Of a rank; None for a worker that holds the whole model."""
+    """Return the life of a rank's group; None for a worker that holds the whole model."""
     member = worker.member
     return None if member is None else GroupLife(member.group, member.incarnation)
 
@@ -66,7 +66,7 @@ def missing_of(group: str, workers: Iterable[WorkerEntry]) -> dict[str, tuple[in
 
 
 def check_member(hello: WorkerHello, workers: Iterable[WorkerEntry], latest: int) -> None:
-    """Whether the worker of `hello` may join beside `workers`, the connected and the awaited ones.
+    """Check that the worker of `hello` may join beside `workers`, the connected and the awaited ones.
 
     `latest` is the highest incarnation seen of its group, 0 for none. Raises BadInput for a name that cannot be and
     ConfigError for the rest; a worker ends on both.

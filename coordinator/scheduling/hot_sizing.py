@@ -1,4 +1,4 @@
-"""What workers' steps cost, looked at, and the hot floors that follow. Pure.
+"""Looks at the cost of workers' steps, and the hot floors that follow. Pure.
 
 Each worker has a `HotFloor` (throughput.py); its looks are differences of what the link heard, LOOK_S apart at least.
 The floor stands in the WorkerEntry, where policy reads it. Ranks of a group have one together, since their steps end
@@ -40,8 +40,8 @@ Lockstep = tuple[tuple[str, int], ...]
 
 
 class _Counts(NamedTuple):
-    """Of LinkStats, by the names there: means over the ranks of a group. Heartbeats of ranks come at different moments,
-    so that one may have told of a few steps more."""
+    """Counts of LinkStats, by the names there: means over the ranks of a group. Heartbeats of ranks come at different
+    moments, so that one may have told of a few steps more."""
 
     steps: float
     misses: float
@@ -54,7 +54,7 @@ class _Counts(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """At the last look: what links had heard, and the hot size and the swaps of each running placement."""
+    """State at the last look: what links had heard, and the hot size and the swaps of each running placement."""
 
     at: float
     counts: _Counts
@@ -121,8 +121,8 @@ class HotSizing:
         return (entry.hot.hot_slots if entry.resizing is None else -1, *self._swaps_of(entry.request_index))
 
     def _room(self, ranks: Sequence[WorkerEntry], running: Sequence[RequestEntry]) -> FloorRoom:
-        """Of the rank with the least, as of the mean length there. Requests that wait are shared evenly among the
-        workers that could take them."""
+        """Return the room of the rank with the least, for the mean length there. Requests that wait are shared evenly
+        among the workers that could take them."""
         capacities, pages = [it.capacity for it in ranks], max(1, round(sum(it.pages for it in running) / len(running)))
         takers = sum(it.takes and it.decodes for it in self._placement_table.workers.values())
         held = -(-sum(len(it.ranks) for it in ranks) // len(ranks))
@@ -138,7 +138,8 @@ def _counts_of(stats: Sequence[LinkStats]) -> _Counts:
 
 
 def _bytes_of_miss(worker: WorkerEntry) -> float:
-    """Of all layers of a group, where nothing was missed yet: at most, as if there were one group."""
+    """Return the bytes of a miss in all layers of a group. Where nothing was missed yet: at most, as if there were one
+    group."""
     return worker.capacity.page_bytes / PAGE_TOKENS
 
 

@@ -1,4 +1,4 @@
-"""What the prefix caches of all nodes came to hold and lost, for routers that send a prompt to its prefix. Pure.
+"""Events of the prefix caches of all nodes, for routers that send a prompt to its prefix. Pure.
 
 The service is one place for a router, so a page that two nodes cache is stored once and removed with the last of them
 (PrefixReuse sees to that). Events of one turn of the Scheduler are published together, in their order.
@@ -54,7 +54,7 @@ class KvEvents:
     def stored(
         self, chain: Chain, digests: Sequence[Digest], is_news: npt.NDArray[np.bool_], request_index: int
     ) -> None:
-        """Of `digests`, which follow the root of `chain`, those that `is_news` marks were cached."""
+        """Note that those of `digests` that `is_news` marks were cached. `digests` follow the root of `chain`."""
         if not is_news.any():
             return
         self._flush_removed()

@@ -112,7 +112,7 @@ class PendingReasons:
     # ---------------------------------------------------------------- one request
 
     def explain(self, entry: RequestEntry, now: float) -> PendingReason:
-        """Of a request that waits, or whose rows are on their way to where it will."""
+        """Return the reason of a request that waits, or whose rows are on their way to where it will."""
         refusal = self._policy.outcome.refused.get(entry.request_index)
         if entry.ordered.held:
             kept = f", its {entry.kept_tokens} rows kept" if entry.kept_tokens else ""
@@ -138,7 +138,7 @@ class PendingReasons:
     # ---------------------------------------------------------------- short of memory
 
     def _shortage(self, entry: RequestEntry, refusal: Refusal) -> PendingReason:
-        """On the worker, or the pair, that lacks least."""
+        """Return what is short on the worker, or the pair, that lacks least."""
         short = min((self._short(ask) for ask in refusal.asks), key=_lack)
         if not short:
             return PendingReason(PendingKind.TURN, "room is there: admitted in the next turn")
@@ -158,7 +158,7 @@ class PendingReasons:
         return f", {pages} in quarantine" if pages else ""
 
     def _short(self, ask: PlacementAsk) -> list[_Need]:
-        """What the ledgers lack; if nothing, what better-ranked requests leave too little of."""
+        """Return what the ledgers lack; if nothing, what better-ranked requests leave too little of."""
         needs = [need for part in ask.parts for need in self._needs(part)]
         lacking = [need for need in needs if need.needed > need.free]
         return lacking or [need for need in needs if need.needed > need.left]
@@ -245,12 +245,12 @@ def _no_takers(workers: Sequence[WorkerEntry], where: str = "") -> PendingReason
 
 
 def _lack(short: list[_Need]) -> tuple[int, float]:
-    """How far a worker is from having room."""
+    """Return how far a worker is from having room, to compare by."""
     return len(short), sum((it.needed - min(it.free, it.left)) / max(it.total, 1) for it in short)
 
 
 def _absent(workers: Sequence[WorkerEntry]) -> str:
-    """How many of them drain, how many are awaited, and which ranks their groups wait for."""
+    """Say how many of them drain, how many are awaited, and which ranks their groups wait for."""
     draining = [it.name for it in workers if it.drain is not None]
     awaited = [it.name for it in workers if it.drain is None and it.awaited]
     counted = [

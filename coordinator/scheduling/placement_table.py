@@ -1,4 +1,4 @@
-"""What the Scheduler knows of requests and workers: who waits, who is where, in what order. Pure.
+"""Table of requests and workers: who waits, who is where, in what order. Pure.
 
 Rank decides everything: priority first, then the owner's turn, then arrival; it is total and never changes, so
 "lower-ranked" is well founded and policy cannot go in circles. Waiting requests and those on each worker are kept in
@@ -57,7 +57,7 @@ class PlacementTable:
     # ---------------------------------------------------------------- requests
 
     def next_rank(self, priority: int, owner: Owner = ("", "")) -> Rank:
-        """Of a request of `owner` that arrives now."""
+        """Return the rank of a request of `owner` that arrives now."""
         self._arrivals += 1
         return -priority, self._turns.next(priority, owner), self._arrivals
 
@@ -299,7 +299,7 @@ class PlacementTable:
         entry.ordered = ordered
 
     def recover_place(self, entry: RequestEntry, worker: WorkerEntry | None) -> None:
-        """On `worker`, or (None) leaving one that was lost."""
+        """Put `entry` on `worker`, or (None) have it leave one that was lost."""
         if worker is not None:
             insort(worker.ranks, entry.rank)
         else:
@@ -379,8 +379,8 @@ class PlacementTable:
         yield from list(it.leaving.values())
 
     def in_view(self) -> list[RequestEntry]:
-        """Whose progress the next plan looks at: those short of pages, and all on a worker while some suspect is to
-        be cleared."""
+        """Return the requests whose progress the next plan looks at: those short of pages, and all on a worker while
+        some suspect is to be cleared."""
         if not self.poison_detector:
             return list(self.starving.values())
         return [entry for worker in self.workers for entry in self.on(worker)]

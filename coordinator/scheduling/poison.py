@@ -1,4 +1,4 @@
-"""Which request kills its worker: found without failing those that were merely there. Pure.
+"""Search for the request that kills its worker, without failing those that were merely there. Pure.
 
 A process dies and everything on it is suspect. One or two deaths are normal: an operator's kill, a bad moment. So a
 *strike* counts only when the request has come no further than at its last one; a token more and it starts over:
@@ -170,7 +170,7 @@ class PoisonDetector:
         self._suspects.pop(entry.request_index, None)
 
     def may_join(self, entry: RequestEntry, present: Iterable[RequestEntry]) -> bool:
-        """Whether `entry` may be admitted where `present` are."""
+        """Return whether `entry` may be admitted where `present` are."""
         if not self._suspects:
             return True
         is_suspect = entry in self

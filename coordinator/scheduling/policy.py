@@ -1,4 +1,4 @@
-"""Who is admitted, who gets more, who is retracted and how, how large hot buffers are. Pure.
+"""Policy: who is admitted, who gets more, who is retracted and how, how large hot buffers are. Pure.
 
 `Policy.plan` looks at the placement table and the ledgers and returns decisions, in the order in which they are to be
 carried out; the placement table already reflects them. It is called after every batch of events, and its common path
@@ -136,8 +136,8 @@ class Policy:
         self.outcome = NO_PLAN_OUTCOME  # of the last plan
 
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
-        """What to do now; applied to the placement table, yet to be applied to the ledgers. `tick`: do what can wait,
-        too."""
+        """Decide what to do now: applied to the placement table, yet to be applied to the ledgers. `tick`: do what can
+        wait, too."""
         self.placement_table.poison_detector.clear()
         plan = _Plan(self, now)
         plan.meet_deadlines()
@@ -238,12 +238,13 @@ class _Plan:
         return False
 
     def _may_join(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
-        """Whether poison detection lets it: a suspect waits its turn, and blocks like a request that waits for room."""
+        """Return whether poison detection lets it: a suspect waits its turn, and blocks like a request that waits for
+        room."""
         present = (it for peer in self.placement_table.beside(worker) for it in self.placement_table.on(peer.name))
         return self.placement_table.poison_detector.may_join(entry, present)
 
     def _promise(self, entry: RequestEntry) -> None:
-        """What a prompt under way was promised counts as taken for all requests after it."""
+        """Reserve what a prompt under way was promised: for all requests after it, that counts as taken."""
         worker = self.placement_table.workers.get(entry.decoder)
         shape = self.candidates.shape(entry, worker, DECODE) if worker is not None and worker.takes else None
         if worker is not None and shape is not None:
@@ -300,7 +301,7 @@ class _Plan:
         return unheld
 
     def _open_transfer(self, entry: RequestEntry, ask: PlacementAsk) -> Transfer | None:
-        """To a worker of another node."""
+        """Open a transfer if the decoder is of another node, else return None."""
         if ask.decoder is None or not ask.is_far:
             return None
         worker, pages = ask.decoder.worker, ask.decoder.pages
@@ -563,5 +564,6 @@ def _cost(remedies: list[Preemption]) -> tuple[int, ...]:
 
 
 def _growth(entry: RequestEntry, pages: int) -> Memory:
-    """What `pages` more pages take: index pages one for one, and chunks too when all rows are resident."""
+    """Return the memory that `pages` more pages take: index pages one for one, and chunks too when all rows are
+    resident."""
     return Memory(pages, pages if entry.hot.hot_slots == RESIDENT else 0, pages)

@@ -1,4 +1,4 @@
-"""How room could be made for one request on one worker: what is on its way, who shrinks, who must go. Pure.
+"""Find requests to shrink, retract or drop so that one worker can admit a request. Pure.
 
 `find_preemption` changes nothing and answers None when all of it together would not suffice, so that no request is
 retracted in vain. The order in which room is made, and why, is told in coordinator.scheduling.policy."""
@@ -20,7 +20,7 @@ from protocol.sizing import RESIDENT, HotSize, Memory, can_force, hot_sizes_for
 
 @dataclass(slots=True)
 class Preemption:
-    """What to do on `worker`, and what will be free once it is done and what is on its way has arrived."""
+    """Steps to take on `worker`, and what will be free once it is done and what is on its way has arrived."""
 
     worker: WorkerEntry
     will_be_free: Memory
@@ -31,7 +31,7 @@ class Preemption:
 
     @property
     def cost(self) -> tuple[int, int, int, int]:
-        """To compare remedies by: prefills repeated, index reloads, rows given up, hot rows lost."""
+        """Cost to compare remedies by: prefills repeated, index reloads, rows given up, hot rows lost."""
         return len(self.drop), len(self.retract), len(self.demote), len(self.shrink)
 
 
@@ -41,7 +41,7 @@ Frees: TypeAlias = Callable[[RequestEntry], int]
 
 
 def all_pages() -> Frees:
-    """Of an empty set, where no page has two holders."""
+    """Return what an empty set frees, where no page has two holders."""
     return lambda entry: entry.pages
 
 
@@ -53,7 +53,7 @@ def find_preemption(
     asker: RequestEntry,
     freeing: Callable[[], Frees] = all_pages,
 ) -> Preemption | None:
-    """How `worker`, with `free` now, can come to cover `need` of `asker`; None: not by any right that it has.
+    """Find how `worker`, with `free` now, can come to cover `need` of `asker`; None: not by any right that it has.
 
     The remedy may be empty: then what is on its way suffices, and waiting is all there is to do. `freeing` begins a
     set of requests that end.
@@ -127,7 +127,7 @@ def _relieve_gpu(
 
 
 def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool, floored: bool) -> Memory:
-    """What a victim gives beyond what is already counted as on its way from it."""
+    """Return what a victim gives beyond what is already counted as on its way from it."""
     resizing = victim.chunks - victim.resizing.hot_chunks if victim.resizing else 0
     counted = victim.chunks - _floor(victim, worker, floored=floored).hot_chunks if starting else resizing
     return Memory(0, victim.chunks - counted, victim.pages, 1)

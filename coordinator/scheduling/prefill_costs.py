@@ -1,4 +1,4 @@
-"""Whether the rest of a prompt, behind cached pages, is cheaper through decode steps than through prefill. Pure.
+"""Costs of the rest of a prompt, behind cached pages, through decode steps and through prefill. Pure.
 
 By what was measured on the worker: the time from admission to staged of its prompts, in units of SHORT_TOKENS that they
 computed, and the time of a decode step. A step takes one token of the rest, whatever else the batch decodes; a prefill
@@ -38,6 +38,6 @@ class PrefillCosts:
         self._unit_s.pop(worker, None)
 
     def prefers_steps(self, worker: str, rest_tokens: int, step_s: float) -> bool:
-        """Whether `rest_tokens` go through decode steps of `step_s` seconds (0: not measured)."""
+        """Return whether `rest_tokens` go through decode steps of `step_s` seconds (0: not measured)."""
         unit_s = self._unit_s.get(worker, 0.0)
         return step_s > 0 and 0 < rest_tokens <= REST_TOKENS_MAX and rest_tokens * step_s < unit_s

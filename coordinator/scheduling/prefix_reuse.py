@@ -1,4 +1,4 @@
-"""Which prompts may begin with cached pages, and which pages of a request may be cached. Pure.
+"""Cached pages with which prompts may begin, and pages of a request that may be cached. Pure.
 
     off    nothing is reused
     own    a request reuses what requests of its owner have computed: the same user, and the same tenant of that user
@@ -58,14 +58,15 @@ ALL: Final = "all"
 
 
 def own_unit(model: ModelInfo, capacity: WorkerCapacity) -> int:
-    """In multiples of how many tokens a request that was staged on such a worker, and whose worker is lost, keeps rows
-    of its prompt. 0: none, since a worker of its node that only decodes could not compute the rest in the same bits."""
+    """Return the unit, in tokens, of what a request that was staged on such a worker keeps of its prompt when that is
+    lost. 0: nothing, since a worker of its node that only decodes could not compute the rest in the same bits."""
     return model.prefix_unit_tokens if model.reuses_generated or capacity.prefills else 0
 
 
 @dataclass(slots=True)
 class PrefixStats:
-    """Of one node, since the coordinator's start. `asked_tokens`: of prompts that were admitted to be prefilled."""
+    """Counts of one node, since the coordinator's start. `asked_tokens`: of prompts that were admitted to be
+    prefilled."""
 
     asked_tokens: int = 0
     reused_tokens: int = 0
@@ -118,15 +119,15 @@ class PrefixReuse:
         return Scope(salt=salt) if self.mode == ALL else Scope(user, tenant, salt)
 
     def scope_of(self, facts: RequestFacts) -> Scope | None:
-        """Of a request of an earlier incarnation: its scope, unless that is of another mode than this one's."""
+        """Return the scope of a request of an earlier incarnation, unless that is of another mode than this one's."""
         scope = facts.scope
         if scope is None or not self.is_on:
             return None
         return scope if scope == self.scope(facts.user, scope.tenant or facts.tenant, scope.salt) else None
 
     def root(self, model: ModelInfo, scope: Scope) -> Digest:
-        """Of all that rows depend on beside tokens, and of who may reuse them. Their format is that of the node's pool:
-        a pool of another format begins with an empty index."""
+        """Return the digest of all that rows depend on beside tokens, and of who may reuse them. Their format is that
+        of the node's pool: a pool of another format begins with an empty index."""
         about = model.fingerprint, model.arithmetic, scope
         root = self.roots.get(about)
         if root is None:
@@ -153,7 +154,8 @@ class PrefixReuse:
         return pages if whole == pages.size else pages[:whole]
 
     def is_begun(self, entry: RequestEntry) -> bool:
-        """Whether any node has the first page of its prompt, where `match` may find one: one look at each node."""
+        """Return whether any node has the first page of its prompt, where `match` may find one: one look at each
+        node."""
         if not self.is_on or entry.chain is None or not entry.chain.digests:
             return False
         first = entry.chain.digests[0]
@@ -172,7 +174,7 @@ class PrefixReuse:
         return Match(index.version, index.removals, index.match(digests, limit, before))
 
     def common_pages(self, one: Chain, other: Chain) -> int:
-        """Of how many pages that both begin with the same. All ancestors of equal digests are equal."""
+        """Count the pages with which both begin. All ancestors of equal digests are equal."""
         low, high = 0, min(len(one.digests), len(other.digests))
         while low < high:
             middle = (low + high) // 2
@@ -275,9 +277,9 @@ class PrefixReuse:
     # ---------------------------------------------------------------- what is not to be trusted
 
     def distrust_epoch(self, source: Source) -> tuple[LedgerStep, ...]:
-        """What this epoch wrote may be wrong: it leaves the index, with all that follows it, and what it still writes
-        does not enter. Nor do these pages later, under the name of another epoch, for as long as requests keep or share
-        them."""
+        """Drop what this epoch wrote, which may be wrong: it leaves the index, with all that follows it, and what it
+        still writes does not enter. Nor do these pages later, under the name of another epoch, for as long as requests
+        keep or share them."""
         self.distrusted[source] = None
         if len(self.distrusted) > DISTRUSTED_MAX:
             self.distrusted.popitem(last=False)
@@ -286,7 +288,8 @@ class PrefixReuse:
         )
 
     def distrust_pages(self, entry: RequestEntry, ledger: Ledger) -> tuple[LedgerStep, ...]:
-        """What its placement wrote to host pages may be wrong: those leave the index. Pages that it shared stay."""
+        """Drop what its placement wrote to host pages, which may be wrong: those leave the index. Pages that it shared
+        stay."""
         if entry.node not in self.by_node or not ledger.holds(entry.placement):
             return ()
         return self._forget(entry.node, ledger.pages_of(entry.placement)[entry.shared_pages :].tolist())

@@ -1,4 +1,4 @@
-"""What a coordinator makes of its journal at start: requests where they were, workers that are awaited. Pure. Its
+"""Recovery of a coordinator from its journal at start: requests where they were, workers that are awaited. Pure. Its
 caller makes the actors.
 
     journal state of a request       it becomes
@@ -63,7 +63,7 @@ def expect_workers(
 
 
 def endings_of(journal_state: JournalState) -> Iterator[Ending]:
-    """Of requests that ended in an earlier incarnation."""
+    """Yield the ends of requests that ended in an earlier incarnation."""
     for record in journal_state.requests.values():
         if (ended := record.ended) is not None:
             about = record.facts.request_index, record.facts.request_id
@@ -71,7 +71,7 @@ def endings_of(journal_state: JournalState) -> Iterator[Ending]:
 
 
 class Place(NamedTuple):
-    """Where the recovered state goes."""
+    """Destination of the recovered state."""
 
     dispatch: Dispatch
     requests: RequestTable
@@ -164,7 +164,8 @@ def _settle_transfer(inbound: InboundTransfer, journal_state: JournalState, disp
 
 
 def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Place) -> Effects:
-    """What it had on its worker was released before its end was written; the ledger may not know yet."""
+    """Restore a request that has ended. Its memory was released before its end was written; the ledger may not know
+    yet."""
     ended, facts = record.ended, record.facts
     assert ended is not None
     at = ended.at_s - place.wall_offset_s
@@ -189,7 +190,8 @@ def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Pl
 
 
 def _is_held(placed: journal.RequestPlaced, journal_state: JournalState) -> bool:
-    """Not so when an audit has taken back what a request no longer had."""
+    """Return whether the placement still holds pages: not so when an audit has taken back what a request no longer
+    had."""
     return placed.node in journal_state.ledgers and journal_state.ledgers[placed.node].holds(placed.placement)
 
 
@@ -257,7 +259,7 @@ def _restore_placed(
     journal_state: JournalState,
     place: Place,
 ) -> Effects:
-    """On `worker`, or (None) on one that the earlier incarnation had lost."""
+    """Restore a request on `worker`, or (None) on one that the earlier incarnation had lost."""
     placement_table, entry, facts = place.dispatch.placement_table, live.entry, live.facts
     ledger = journal_state.ledgers[placed.node]
     memory = ledger.held(placed.placement)

@@ -1,15 +1,15 @@
-"""The Request actor: one task per live request, owner of its life cycle.
+"""The Request actor: one per live request, owner of its life cycle. The Scheduler steps it (coordinator.actor).
 
 It hears the Scheduler and its worker's events, and does what request_state.RequestState decides: commands to the worker
-link, tells to the Scheduler, the end to the gateway. It ends when the request is terminal and the gateway was told, and
-that is after its end was written to the journal.
+link, tells to the Scheduler, the end to the gateway. Its end is told by the commit that has it; nothing waits for that.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 from msgspec import structs
 
@@ -52,7 +52,6 @@ UNKNOWN: Final = "unknown"
 Follow: TypeAlias = Callable[[Sequence[Transition], RequestState, int], None]
 #: Asked once for each request; None: its history is followed by nothing. coordinator.tracing, which is a room above.
 BeginTrace: TypeAlias = Callable[[RequestFacts], Follow | None]
-ToScheduler: TypeAlias = PlacementProgressed | HotBufferResized | PlacementEnded | RequestClosed
 
 log = logger("coordinator.scheduling.request")
 
@@ -66,7 +65,7 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         *,
         token_log: TokenLog,
         listener: Listener,
-        tell_scheduler: Callable[[ToScheduler], None],
+        scheduler: Actor[Any],
         clock: Callable[[], float],
         journal: Journal,
         wall_offset_s: float,
@@ -76,11 +75,12 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         follow: Follow | None = None,
     ) -> None:
         """`drafts` tells what its placements have verified so far, and accepted."""
-        super().__init__(f"request {state.facts.request_id}", mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX)
+        name = f"request {state.facts.request_id}"
+        super().__init__(name, mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX, stepped_by=scheduler)
         self.state = state
         self._token_log = token_log
         self._listener = listener
-        self._tell_scheduler = tell_scheduler
+        self._tell_scheduler = scheduler.tell
         self._clock = clock
         self._journal = journal
         self._wall_offset_s = wall_offset_s
@@ -111,9 +111,9 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         for event in batch:
             if isinstance(event, Admitted):
                 self._port = event.port
-            await self._apply(event)
+            self._apply(event)
 
-    async def _apply(self, event: RequestOrder | WorkerEvent) -> None:
+    def _apply(self, event: RequestOrder | WorkerEvent) -> None:
         state, token_log, request_index = self.state, self._token_log, self.state.facts.request_index
         rows, now = Rows(token_log.length(request_index), token_log.durable(request_index)), self._clock()
         try:
@@ -124,8 +124,6 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         self.tell_history()
         self._note_wait(now)
         for action in actions:
-            if isinstance(action, Ending):
-                await self._write_end(action)
             self._perform(action)
 
     def _note_wait(self, now: float) -> None:
@@ -142,26 +140,29 @@ class Request(Actor[RequestOrder | WorkerEvent]):
             case WaitFor.RESUME:
                 waits.resume_s.observe(waited.seconds)
 
-    async def _write_end(self, ending: Ending) -> None:
+    def _write_end(self, ending: Ending) -> None:
         """Its tokens go into the journal before it, or with it (I5)."""
         at_s = self._clock() + self._wall_offset_s
         it, request_index = ending, self.state.facts.request_index
         ended = RequestEnded(request_index, it.outcome, it.reason, it.generated_tokens, it.tail_text, at_s)
-        await self._journal.append([ended]).wait()
+        self._journal.append([ended]).then(partial(self._tell_end, ending))
+
+    def _tell_end(self, ending: Ending) -> None:
+        """The end is written: the client may hear of it, and nothing more is to come."""
+        if ending.outcome == State.FAILED:
+            self._counters.failed[self.state.cause or UNKNOWN] += 1
+        drafted, accepted = self._drafts()
+        self._listener.ended(structs.replace(ending, drafted_tokens=drafted, accepted_tokens=accepted))
+        self._tell_scheduler(RequestClosed(ending.request_index))
+        self.close()
 
     def _perform(self, action: Action) -> None:
         match action:
             case Ending():
-                if action.outcome == State.FAILED:
-                    self._counters.failed[self.state.cause or UNKNOWN] += 1
-                drafted, accepted = self._drafts()
-                self._listener.ended(structs.replace(action, drafted_tokens=drafted, accepted_tokens=accepted))
+                self._write_end(action)
             case PlacementEnded():
                 self._token_log.end_placement(action.request_index)
                 self._tell_scheduler(action)
-            case RequestClosed():
-                self._tell_scheduler(action)
-                self.close()
             case PlacementProgressed() | HotBufferResized():
                 self._tell_scheduler(action)
             case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw() | messages.Stop():

@@ -19,7 +19,6 @@ from coordinator.scheduling.events import (
     PlacementAdopted,
     PlacementEnded,
     PlacementProgressed,
-    RequestClosed,
     RequestCommand,
     RequestOrder,
     ResumeOrder,
@@ -64,11 +63,11 @@ WorkerEvent: TypeAlias = (
     | messages.Faulted
     | messages.Released
 )
-Action: TypeAlias = messages.Command | PlacementProgressed | HotBufferResized | PlacementEnded | Ending | RequestClosed
+Action: TypeAlias = messages.Command | PlacementProgressed | HotBufferResized | PlacementEnded | Ending
 
 
 class Rows(NamedTuple):
-    """What the token log knows: tokens generated, rows reported durable."""
+    """Counts of the token log: tokens generated, rows reported durable."""
 
     generated: int
     durable: int
@@ -154,7 +153,7 @@ class RequestState:
         )
 
     def recover_ending(self, now: float, outcome: str, reason: str) -> None:
-        """Besides, its end was decided."""
+        """Recover a request on a worker whose end was decided, after `recover_placed`."""
         self.outcome, self.verdict = State(outcome), reason
         self._move(State.RELEASING, now, "recovered", reason)
 
@@ -167,7 +166,7 @@ class RequestState:
 
     @property
     def held(self) -> bool:
-        """Whether it waits, or will once it has left its worker, for an operator to resume it."""
+        """Return whether it waits, or will once it has left its worker, for an operator to resume it."""
         return self.ordered.held and self.state in RESUMABLE
 
     def check_command(self, command: RequestCommand) -> None:
@@ -194,7 +193,7 @@ class RequestState:
         return 1 + self.lines_dropped + len(self.lines)
 
     def lines_since(self, count: int) -> tuple[Transition, ...]:
-        """What the history has gained since it had `count` lines, as far as it is kept."""
+        """Return the lines that the history has gained since it had `count` lines, as far as it is kept."""
         fresh = [*islice(reversed(self.lines), self.lines_count - count)][::-1]
         return tuple(fresh) if count else (self.first, *fresh)
 
@@ -415,8 +414,7 @@ class RequestState:
     def _end(self, kind: EventKind, rows: Rows, now: float) -> list[Action]:
         self._move(OUTCOME, now, kind, self.verdict)
         about = self.facts.request_index, self.facts.request_id
-        ending = Ending(*about, self.state, self.verdict, rows.generated, self.tail_text, self.prefix_tokens)
-        return [ending, RequestClosed(self.facts.request_index)]
+        return [Ending(*about, self.state, self.verdict, rows.generated, self.tail_text, self.prefix_tokens)]
 
     def _progressed(self, stage: Stage) -> PlacementProgressed:
         return PlacementProgressed(self.facts.request_index, self.placement, stage)
@@ -462,7 +460,7 @@ def _restarted(*known: str) -> str:
 
 
 def _refusal(request: RequestState, command: RequestCommand) -> str | None:
-    """What to do instead, or None when the command may be asked for."""
+    """Return what to do instead, or None when the command may be asked for."""
     state = request.state
     if state in TERMINAL:
         return "it has ended: read its output, or submit it again"

@@ -76,7 +76,7 @@ class LiveRequest:
 
     @property
     def sampling(self) -> Sampling:
-        """As it was submitted, until it ends."""
+        """Sampling parameters as they were submitted, until the request ends."""
         known = self.facts.sampling
         return replace(known, grammar=self.grammar) if self.grammar else known
 
@@ -217,18 +217,18 @@ class RequestTable:
                 live.swaps, live.drafts = Swaps(hit, missed), drafts_of
 
     def swaps_of(self, request_index: int) -> Swaps:
-        """Of the present placement of a live request."""
+        """Return the swaps of the present placement of a live request."""
         return self.by_index[request_index].swaps
 
     def drafts_of(self, request_index: int) -> Drafts:
-        """Of all placements of a live request."""
+        """Return the drafts of all placements of a live request."""
         live = self.by_index[request_index]
         return _add_drafts(live.drafts_before, live.drafts)
 
     # ---------------------------------------------------------------- lookups
 
     def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:
-        """Whose placement it is; None when it has departed or is another worker's."""
+        """Return the request whose placement it is; None when it has departed or is another worker's."""
         live = self.by_placement.get(placement)
         return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
 
@@ -319,7 +319,7 @@ class RequestTable:
         )
 
     def _pending(self, live: LiveRequest, now: float) -> PendingReason | None:
-        """For what it waits, as of now; None: for nothing, and the last line of its history that has a reason says why
+        """Return what it waits for now; None: nothing, and the last line of its history that has a reason says why
         it is in its state."""
         state, entry = live.state, live.entry
         if state.state in WAITING or (state.state is State.TRANSFERRING and entry.transfer_id):

@@ -1,10 +1,10 @@
 """The Scheduler actor: the shell round coordinator.scheduling.dispatch. What others call is in api.py beside it.
 
-One turn: hear a batch of messages; have the HostPools apply what follows from them; plan; have the plan applied and
-committed; tell the Requests. No memory is given before that is committed (I4); what gives memory back need not
-be waited for, since commits keep their order. The accounts do not change while a plan is made, because only this actor
-asks for changes and it waits for each. Commands and submissions are answered when they are in the journal
-(SchedulerApi).
+One turn: have Requests hear their workers, which it steps (coordinator.actor); hear a batch of messages; have the
+HostPools apply what follows from them; plan; have the plan applied and committed; tell the Requests. No memory is given
+before that is committed (I4); what gives memory back need not be waited for, since commits keep their order. The
+accounts do not change while a plan is made, because only this actor asks for changes. Commands and submissions are
+answered when they are in the journal (SchedulerApi).
 
 Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can
 never cross. A command on several requests is checked for all of them before anything is told."""
@@ -12,7 +12,7 @@ never cross. A command on several requests is checked for all of them before any
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -20,17 +20,17 @@ from typing import Final
 import numpy as np
 import trio
 
-from coordinator.actor import Level, Reply, Supervisor
+from coordinator.actor import Reply
 from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
 from coordinator.journal.records import PoolOpened, Record, RequestDeparted, WorkerDrained, WorkerUndrained
 from coordinator.memory.changes import GIVING, Evict
-from coordinator.memory.host_pool import Applied, HostPool
+from coordinator.memory.host_pool import HostPool
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
 from coordinator.memory.prefix_index import KEY_BYTES
 from coordinator.scheduling import decisions, events
 from coordinator.scheduling.api import Message, SchedulerApi
 from coordinator.scheduling.auditor import Auditor
-from coordinator.scheduling.commands import carry_out, release_quarantine
+from coordinator.scheduling.commands import carry_out, drain_promise, is_set_aside, release_quarantine, stop_promise
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep, WorkerSend, in_transactions
 from coordinator.scheduling.entries import RequestEntry, WorkerDrain
@@ -83,7 +83,7 @@ log = logger("coordinator.scheduling.scheduler")
 
 @dataclass(slots=True)
 class _Turn:
-    """What one batch of messages leads to: ledger changes, then tells and replies."""
+    """Consequences of one batch of messages: ledger changes, then tells and replies."""
 
     steps: list[LedgerStep] = field(default_factory=list)
     tells: list[AddressedOrder] = field(default_factory=list)
@@ -104,7 +104,7 @@ class _Stop:
 
 
 class Scheduler(SchedulerApi):
-    """Run it with `supervisor.start(scheduler, Level.SCHEDULER)`. It starts Request and HostPool actors itself.
+    """Run it with `supervisor.start(scheduler)`. It makes Request and HostPool actors, and steps them.
 
     `clock` gives seconds on the scheduler's time line, `wall_offset_s` what to add for seconds since the epoch.
     `stopped` is set when a requested stop is complete: every request is terminal.
@@ -116,7 +116,6 @@ class Scheduler(SchedulerApi):
         *,
         token_log: TokenLog,
         listener: Listener,
-        supervisor: Supervisor,
         counters: CoordinatorCounters | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = trio.current_time,
@@ -131,7 +130,6 @@ class Scheduler(SchedulerApi):
         self.stopped = trio.Event()
         self._token_log = token_log
         self._listener = listener
-        self._supervisor = supervisor
         self._counters = counters or CoordinatorCounters()
         self._journal = journal or NoJournal()
         self._clock = clock
@@ -169,9 +167,8 @@ class Scheduler(SchedulerApi):
             self._registry,
             token_log,
             listener,
-            supervisor,
+            self,
             self._journal,
-            tell_scheduler=self.tell,
             counters=self._counters,
             clock=clock,
             wall_offset_s=wall_offset_s,
@@ -179,6 +176,10 @@ class Scheduler(SchedulerApi):
             begin_trace=begin_trace,
         )
         self._stop: _Stop | None = None
+        self._awaited = DONE  # the commit that the turn waits for
+
+    def history(self) -> tuple[str, ...]:
+        return () if self._awaited.done else ("a turn waits for the journal",)
 
     @property
     def stopping(self) -> bool:
@@ -284,6 +285,7 @@ class Scheduler(SchedulerApi):
         for send in turn.sends:
             if worker := self._placement_table.workers.get(send.worker):
                 worker.port.send(send.command)
+        self.step_ready()
 
     def _hear(self, message: Message, now: float, turn: _Turn) -> None:
         match message:
@@ -340,7 +342,8 @@ class Scheduler(SchedulerApi):
         return self._requests.by_index[request_index].prompt + self._token_log.tokens(request_index, 0)
 
     def _some_tokens(self, request_index: int, first: int, last: int) -> bytes:
-        """Of its prompt and its output, int32. A prompt may be megabytes: no more of it is copied."""
+        """Tokens `first` to `last` of its prompt and its output, int32. A prompt may be megabytes: no more is
+        copied."""
         prompt = self._requests.by_index[request_index].prompt
         whole = prompt if 4 * last <= len(prompt) else self._tokens_of(request_index)
         return whole[4 * first : 4 * last]
@@ -408,7 +411,7 @@ class Scheduler(SchedulerApi):
                 is_changing = any(step.node == ask.hello.node for step in turn.steps)
                 worker = self._registry.join(ask.hello, ask.port, is_changing=is_changing)
                 self._prefix_reuse.serve(worker.model)
-                turn.take(self._dispatch.worker_up(worker))
+                turn.take(self._dispatch.worker_up(worker, ask.process))
                 turn.joined.append(ask.reply)
             case events.WorkerBack():
                 turn.take(self._worker_back(ask.hello))
@@ -417,7 +420,7 @@ class Scheduler(SchedulerApi):
                 self._auditor.begin(ask, now)
 
     def _release(self, ask: events.ReleaseAsk | events.DropPrefixesAsk, turn: _Turn) -> tuple[tuple[str, ...], str]:
-        """What was done, and in one phrase."""
+        """Release what `ask` names. Return one line for each, and what was done in one phrase."""
         if isinstance(ask, events.DropPrefixesAsk):
             return self._drop_prefixes(ask, turn), "the prefixes were dropped"
         if ask.died:
@@ -459,11 +462,11 @@ class Scheduler(SchedulerApi):
             self._ledgers[node],
             self._prefix_reuse.open(node),
             self._journal.append_changes,
+            stepped_by=self,
             lifetimes=self._counters.host_page_s,
             clock=self._clock,
             evicted=partial(self._count_evicted, node),
         )
-        self._supervisor.start(self._pools[node], Level.HOST_POOL)
 
     def _count_evicted(self, node: str, pages: int, lent: int) -> None:
         self._prefix_reuse.stats[node].evicted_pages += pages
@@ -506,7 +509,7 @@ class Scheduler(SchedulerApi):
             ]
         )
         log.info("undrain" if ask.undrain else "drain", extra=fields(workers=[it.name for it in workers], by=ask.owner))
-        return tuple(f"{worker.name}: {_drain_promise(ask, worker.requests)}" for worker in workers), commit
+        return tuple(f"{worker.name}: {drain_promise(ask, worker.requests)}" for worker in workers), commit
 
     # ---------------------------------------------------------------- decisions
 
@@ -523,6 +526,7 @@ class Scheduler(SchedulerApi):
         if tick:
             for entry, reason in self._requests.pending.due(now):
                 self._tell(AddressedOrder(entry.request_index, events.StillWaits(reason.text)))
+        self.step_ready()
 
     def _makes_output_room(self, entry: RequestEntry) -> bool:
         """Make room in the token log for the next grant; return whether there is enough."""
@@ -533,19 +537,26 @@ class Scheduler(SchedulerApi):
         was given out, it is committed, and all before it."""
         given, commit = [NO_PAGES] * len(steps), DONE
         for node, places in in_transactions(steps):
-            applied = await self._transact_node(node, [steps[place] for place in places])
+            asked = [steps[place] for place in places]
+            notes = [step.note for step in asked if step.note is not None]
+            applied = self._pools[node].transact([step.change for step in asked], notes)
             for place, result in zip(places, applied.given, strict=True):
                 given[place] = result
             commit = applied.commit
         if any(isinstance(step.change, GIVING) for step in steps):
-            self._journal.let_go()
-            await commit.wait()
-            self._journal.hold()
+            await self._wait_for(commit)
         return given
 
-    async def _transact_node(self, node: str, steps: Sequence[LedgerStep]) -> Applied[Commit]:
-        notes = [step.note for step in steps if step.note is not None]
-        return await self._pools[node].transact([step.change for step in steps], notes)
+    async def _wait_for(self, commit: Commit) -> None:
+        """Return once `commit` is done. Requests hear their workers meanwhile, however long the disk takes."""
+        self._journal.let_go()
+        self._awaited = commit
+        commit.then(self._parking.wake)
+        while not commit.done:
+            await self._parking.wait()
+            self.step_ready()
+        self._awaited = DONE
+        self._journal.hold()
 
     def _announce(self, decision: decisions.Decision, pages: Int32Array) -> None:
         """Its change is committed: let the token log and the Request know."""
@@ -627,7 +638,7 @@ class Scheduler(SchedulerApi):
         self._stop.deadline = min(self._stop.deadline, deadline)
         log.info("stop", extra=fields(by=ask.owner, deadline_s=ask.deadline_s, live=len(self._requests.live)))
         lives = self._requests.live.values()
-        return (_stop_promise(lives, self._stop.deadline - now, is_kept=self._journal.is_kept),)
+        return (stop_promise(lives, self._stop.deadline - now, is_kept=self._journal.is_kept),)
 
     async def _wind_up(self, stop: _Stop, now: float) -> None:
         """Held requests are not waited for. Past the deadline what is in the journal is left to the next
@@ -650,47 +661,9 @@ class Scheduler(SchedulerApi):
 
     @staticmethod
     def _is_over(stop: _Stop, lives: Sequence[LiveRequest], now: float) -> bool:
-        """Whether nothing is left to wait for."""
-        return now >= stop.deadline or all(map(_is_set_aside, lives))
-
-
-def _is_set_aside(live: LiveRequest) -> bool:
-    """Held, and on no worker: a stop does not wait for it."""
-    return live.state.held and not live.state.placement
+        """Return whether nothing is left to wait for."""
+        return now >= stop.deadline or all(map(is_set_aside, lives))
 
 
 def _mode(keep: bool) -> str:
     return "keep" if keep else "drop"
-
-
-def _drain_promise(ask: events.DrainAsk, requests: int) -> str:
-    if ask.undrain:
-        return "takes requests again"
-    if not requests:
-        return "draining, and no request is on it"
-    if ask.deadline_s == 0:
-        return f"draining, {_counted(requests)} retracted at once"
-    how = "handed over or left to finish here" if ask.handover else "left to finish here"
-    return f"draining, {_counted(requests)} {how}, retracted after {ask.deadline_s:g} s"
-
-
-def _stop_promise(lives: Collection[LiveRequest], left_s: float, *, is_kept: bool) -> str:
-    """How long requests may run on, how many there are, and what becomes of those that have not ended by then."""
-    held = sum(map(_is_set_aside, lives))
-    running = len(lives) - held
-    if not lives:
-        return "stopping, and no request is left"
-    of_them = f" ({held} held)" if held else ""
-    if left_s <= 0 or not running:
-        fate = f"resume{'s' * (len(lives) == 1)} at the next start" if is_kept else _fails(len(lives))
-        return f"stopping at once, {_counted(len(lives), 'unfinished ')}{of_them} {fate}"
-    fate = "resumes at the next start" if is_kept else _fails(1)
-    return f"stopping, at most {left_s:g} s for {_counted(len(lives))}{of_them} to finish; what has not then {fate}"
-
-
-def _fails(requests: int) -> str:
-    return f"fail{'s' * (requests == 1)}: there is no journal"
-
-
-def _counted(requests: int, kind: str = "") -> str:
-    return f"{requests} {kind}request{'' if requests == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Which worker a plain request goes to, without asking each of them. Pure.
+"""Choice of the worker that a plain request goes to, without asking each of them. Pure.
 
 A *plain* request tells workers of equal sizes apart by what is free on them and by nothing else: no rows of its prompt
 are cached or kept, nothing of it is reserved, no worker has a hot floor. Then the worker that policy prefers is the one

@@ -1,4 +1,5 @@
-"""Where requests begin and are forgotten: checked, given a request index, an entry and an actor, written down.
+"""First and last steps of requests: they are checked, given a request index, an entry and an actor, written down, and
+forgotten.
 
 A room of the Scheduler's, in whose turns all of this happens.
 """
@@ -8,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from basics.request_states import TERMINAL
-from coordinator.actor import Level, Supervisor
+from coordinator.actor import Actor
 from coordinator.journal.journal import Commit, Journal
 from coordinator.journal.records import RequestAccepted, RequestFacts, RequestsForgotten, digest_of, kept_facts
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch
 from coordinator.scheduling.events import Handle, Listener, WorkerPort
-from coordinator.scheduling.request import BeginTrace, Request, ToScheduler
+from coordinator.scheduling.request import BeginTrace, Request
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.validation import check_fits, check_submit
@@ -39,9 +41,8 @@ class Submissions:
     registry: WorkerRegistry
     token_log: TokenLog
     listener: Listener
-    supervisor: Supervisor
+    scheduler: Actor[Any]
     journal: Journal
-    tell_scheduler: Callable[[ToScheduler], None]
     counters: CoordinatorCounters
     clock: Callable[[], float]
     wall_offset_s: float
@@ -99,13 +100,13 @@ class Submissions:
         return Handle(request_id, request_index), self.journal.append([RequestAccepted(submitted, submit.prompt)])
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
-        """The actor of a request; one that is over does not run."""
+        """Make the actor of a request, which may be over."""
         is_over = state.state in TERMINAL
         request = Request(
             state,
             token_log=self.token_log,
             listener=self.listener,
-            tell_scheduler=self.tell_scheduler,
+            scheduler=self.scheduler,
             clock=self.clock,
             journal=self.journal,
             wall_offset_s=self.wall_offset_s,
@@ -116,11 +117,10 @@ class Submissions:
         )
         if not is_over:
             request.tell_history()
-            self.supervisor.start(request, Level.REQUEST)
         return request
 
     def write_orders(self, ask: events.CommandAsk) -> Commit:
-        """What is now ordered of the requests that a command named."""
+        """Write what is now ordered of the requests that a command named."""
         lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
         return self.journal.append([it.entry.ordered for it in lives])
 

@@ -78,7 +78,7 @@ assert CONFIRM + SETTLE <= DWELL_MIN
 
 
 class Look(NamedTuple):
-    """What a worker did since the last look, in means over its `steps`. `shares`: of looked-up rows, those missed by
+    """Work of a worker since the last look, in means over its `steps`. `shares`: of looked-up rows, those missed by
     requests that had a hot size (its slots) all the time. `load_us` 0: swap-in was not timed."""
 
     steps: int
@@ -92,8 +92,8 @@ class Look(NamedTuple):
 
 
 class FloorRoom(NamedTuple):
-    """What hot buffers may use. `sizes` ascend by chunks, the last is resident; `demand`: requests that could run here
-    if hot chunks were plenty."""
+    """Room that hot buffers may use. `sizes` ascend by chunks, the last is resident; `demand`: requests that could run
+    here if hot chunks were plenty."""
 
     chunks: int
     sizes: tuple[HotSize, ...]
@@ -101,7 +101,7 @@ class FloorRoom(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """At one floor: how many run, how long their step is, how many tokens a second they make."""
+    """Forecast at one floor: how many run, how long their step is, how many tokens a second they make."""
 
     hot_slots: int
     requests: int
@@ -182,7 +182,7 @@ class MissShares:
         self._stale: set[int] = set()
 
     def expect(self, slots: int) -> None:
-        """What is measured of this size next counts alone: it was not measured for long."""
+        """Let the next measure of this size count alone: the size was not measured for long."""
         self._stale.add(slots)
 
     def learn(self, shares: Mapping[int, float]) -> None:
@@ -197,7 +197,8 @@ class MissShares:
         self._stale -= shares.keys()
 
     def at(self, chunks: float, sizes: Sequence[HotSize]) -> float:
-        """Of requests with `chunks` chunks each in the mean: some have the next smaller size, some the next larger."""
+        """Return the share of misses of requests with `chunks` chunks each in the mean: some have the next smaller
+        size, some the next larger."""
         points = [(it.hot_chunks, self.measured[it.hot_slots]) for it in sizes if it.hot_slots in self.measured]
         points = [it for it in points if it[0] < sizes[-1].hot_chunks] + [(sizes[-1].hot_chunks, 0.0)]
         if chunks <= points[0][0]:
@@ -294,7 +295,8 @@ class HotFloor:
         self.reason = f"{size_name(best.hot_slots)} promises {gain:.0%} more tokens a second"
 
     def _place(self, slots: Sequence[int]) -> int:
-        """Of the floor among these hot sizes, or of the first above it: lengths change, and sizes with them."""
+        """Return the place of the floor among these hot sizes, or of the first above it: lengths change, and sizes with
+        them."""
         if self.floor is None:
             return 0
         above = (at for at, it in enumerate(slots) if it == RESIDENT or RESIDENT < self.floor <= it)

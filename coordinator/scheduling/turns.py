@@ -91,7 +91,8 @@ def _find(lists: dict[int, dict[Owner, list[Rank]]], facts: RequestFacts) -> int
 
 
 def _remove(lists: dict[int, dict[Owner, list[Rank]]], facts: RequestFacts) -> bool:
-    """Whether it was there. Empty lists go too: what is kept is in proportion to live requests."""
+    """Remove the rank of a request; return whether it was there. Empty lists go too: what is kept is in proportion to
+    live requests."""
     at = _find(lists, facts)
     if at is None:
         return False

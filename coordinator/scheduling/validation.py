@@ -1,4 +1,4 @@
-"""What a submitted request must look like. Pure. Refuse in full, with field, value and remedy, or accept in full."""
+"""Checks of a submitted request. Pure. Refuse in full, with field, value and remedy, or accept in full."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def _mismatch(first: str, one: WorkerCapacity, second: str, other: WorkerCapacit
 def _misfit_paired(
     length: Length, capacities: Sequence[tuple[str, WorkerCapacity]], prefill_mode: str
 ) -> tuple[Misfit, ...] | None:
-    """Likewise of two workers that can hand pages over. Unless asked for, the first is one that does nothing else."""
+    """Return what is too small on the best pair of workers that can hand pages over. Unless asked for, the first is one
+    that does nothing else."""
     found = [
         _mismatch(first, one, second, other)
         + misfit(length, one, first, PREFILL)

@@ -1,4 +1,4 @@
-"""What a request waits for in the eyes of an operator, and for how long. Pure.
+"""Waits of a request in the eyes of an operator, and their lengths. Pure.
 
     queue     a place on a worker, whenever it may have one: QUEUED, PREFILLED, or RETRACTED and not held, until it is
               admitted
@@ -38,7 +38,7 @@ _FULFILLED: Final[dict[WaitFor, frozenset[State]]] = {
 
 
 class Waits:
-    """Of one request. `note` is told of its state after each event."""
+    """Waits of one request. `note` is told of its state after each event."""
 
     __slots__ = ("_since", "_state", "_what")
 

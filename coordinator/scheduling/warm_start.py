@@ -1,4 +1,4 @@
-"""What requests that are off their workers will ask for first: kept with them, until they are admitted again. Pure.
+"""Tokens that requests off their workers will ask for first: kept with them, until they are admitted again. Pure.
 
 A hint, as long as half a megabyte, which nothing depends on: in memory alone, so that a coordinator that restarts has
 none, and bounded over all requests. Past the bound what comes is not kept: the request that waits longest goes first,
@@ -19,7 +19,7 @@ assert WARM_START_BYTES_MAX < KEPT_BYTES_MAX
 
 
 class WarmStarts:
-    """By request index; unread. `kept_bytes` is their sum."""
+    """Warm starts by request index; unread. `kept_bytes` is their sum."""
 
     def __init__(self) -> None:
         self.kept_bytes = 0
@@ -33,7 +33,7 @@ class WarmStarts:
             self.kept_bytes += len(packed)
 
     def take(self, request_index: int) -> bytes:
-        """What is kept of `request_index`, nothing any more; empty if there is none."""
+        """Return what is kept of `request_index`, and forget it; empty if there is none."""
         packed = self._kept.pop(request_index, b"")
         self.kept_bytes -= len(packed)
         return packed

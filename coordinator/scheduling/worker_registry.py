@@ -1,4 +1,4 @@
-"""Which workers and nodes there are, and whether another one may join. Pure.
+"""Register of workers and nodes, and checks of one that would join. Pure.
 
 Workers of a coordinator serve one model (a request may run on any of them), and those of a node share one host pool.
 Both are pinned by the first to come, for as long as anything depends on them. A pool that was created anew (its id
@@ -183,8 +183,8 @@ class WorkerRegistry:
         return list(found.values())
 
     def capacities(self) -> list[tuple[str, WorkerCapacity]]:
-        """Of connected workers, equal ones twice at most; while there are none, of those seen last. Asked for each
-        submission, and made when a worker has come or gone."""
+        """Return the capacities of connected workers, equal ones twice at most; while there are none, of those seen
+        last. Asked for each submission, and made when a worker has come or gone."""
         if self._capacities_since != self._placement_table.changes:
             self._capacities_since, self._capacities = self._placement_table.changes, []
             seen: dict[int, int] = {}
@@ -323,7 +323,7 @@ def _no_worker(name: str) -> NotFound:
 
 
 def _shape_of(capacity: WorkerCapacity) -> tuple[int, int, str]:
-    """Of a pool: when it changes, nothing of what lies there can be read any more."""
+    """Return what a pool's rows depend on: when it changes, nothing of what lies there can be read any more."""
     return capacity.host_pages, capacity.page_bytes, capacity.row_format
 
 

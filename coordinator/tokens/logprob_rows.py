@@ -13,8 +13,9 @@ from protocol.messages import Logprobs
 
 
 class LogprobRows(NamedTuple):
-    """Of parallel entries: the words of a row of each, 0 where its request asks for none; int32 `rows` of all their
-    tokens, concatenated; the place in `rows` of each entry's first, and of what follows its last."""
+    """Log-probabilities of parallel entries: the words of a row of each, 0 where its request asks for none; int32
+    `rows` of all their tokens, concatenated; the place in `rows` of each entry's first, and of what follows its
+    last."""
 
     words: Int32Array
     rows: Int32Array

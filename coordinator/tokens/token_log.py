@@ -253,7 +253,7 @@ class TokenLog:
     def begin_placement(
         self, request_index: int, placement: int, prompt_tokens: int, granted_tokens: int, durable_tokens: int = 0
     ) -> None:
-        """From now on only `placement` may append, once `bind` has set its link."""
+        """Let only `placement` append from now on, once `bind` has set its link."""
         self._fit(request_index, granted_tokens - prompt_tokens)
         self._placement[request_index] = placement
         self._prompt[request_index] = prompt_tokens
@@ -266,7 +266,7 @@ class TokenLog:
         self._source[request_index] = source
 
     def rebind(self, request_index: int, placement: int, source: int) -> None:
-        """As `bind`, but only if the current placement is `placement`; a hello with other numbers has no effect."""
+        """Do as `bind`, but only if the current placement is `placement`; a hello with other numbers has no effect."""
         if 0 <= request_index < self.request_indices and self._placement[request_index] == placement:
             self.bind(request_index, source)
 
@@ -504,7 +504,7 @@ class TokenLog:
             self._arena[target : target + size] = logprobs.rows[stop - size : stop]
 
     def _first_row(self, request_index: int) -> int:
-        """Where the rows of a request begin."""
+        """Return the place where the rows of a request begin."""
         return int(self._base[request_index]) + int(self._room[request_index])
 
     def _check_rows(
@@ -710,7 +710,7 @@ class TokenLog:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether any known request asks for log-probabilities."""
+        """Return whether any known request asks for log-probabilities."""
         return self._asking > 0
 
     def words(self, request_indices: Int32Array) -> Int32Array:

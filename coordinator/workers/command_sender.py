@@ -52,7 +52,8 @@ class CommandSender:
                 del self._waiting[link]
 
     def _send_to(self, link: WorkerLink, now: float) -> bool:
-        """Whether `link` is done for now. Commands of a link without a connection wait for its next hello."""
+        """Send what waits for `link`; return whether it is done for now. Commands of a link without a connection wait
+        for its next hello."""
         log = link.state.commands
         while link.peer is not None and (batch := log.take(now)) is not None:
             commands = messages.Commands(self._incarnation, batch.first, batch.commands)

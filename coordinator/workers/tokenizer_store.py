@@ -22,7 +22,7 @@ class TokenizerStore:
         self._partial: dict[str, list[bytes]] = {}
 
     def wants(self, model: ModelInfo) -> bool:
-        """Whether a worker that serves `model` should send its tokenizer."""
+        """Return whether a worker that serves `model` should send its tokenizer."""
         return model.tokenizer_kind == JSON and model.tokenizer_hash not in self._data
 
     def take(self, worker: str, model: ModelInfo, chunk: TokenizerChunk) -> None:

@@ -100,7 +100,7 @@ class WorkerEpoch:
         return Arrival.NEXT
 
     def should_ask_again(self, now: float) -> bool:
-        """Whether to request the missing reports now."""
+        """Return whether to request the missing reports now."""
         if now - self._asked_at < REPLAY_ASK_INTERVAL_S:
             return False
         self._asked_at = now

@@ -67,7 +67,7 @@ def judge(hello: WorkerHello, process: int, known: KnownWorker | None, incarnati
 
 
 def _is_same(hello: WorkerHello, process: int, known: KnownWorker) -> bool:
-    """Whether the process of a new epoch is that of the known one."""
+    """Return whether the process of a new epoch is that of the known one."""
     if process or known.process:
         return process == known.process
     return 0 < hello.first_epoch <= known.epoch < hello.epoch

@@ -318,7 +318,7 @@ class WorkerLinks:
         self._numbers += 1
         link = self._link(hello, process_of(received.pid))
         try:
-            await self._scheduler.worker_up(hello, link)
+            await self._scheduler.worker_up(hello, link, link.attested)
         except HiSparseError as error:
             self._refuse(received, error)
             return
@@ -330,22 +330,9 @@ class WorkerLinks:
         self._by_name[hello.worker] = link
         if link.process:
             self._start(self._watch_process, link)
-            self._write_process(link, hello)
         about = fields(worker=link.name, epoch=hello.epoch, process=link.process, protocol=hello.protocol)
         log.info("worker joined", extra=about)
         self._welcome(link, received.peer, hello.protocol)
-
-    def _write_process(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
-        """Record the attested process, so that a later incarnation can prove its exit."""
-        self._journal.append(
-            [
-                WorkerJoined(
-                    *(hello.node, hello.worker, hello.epoch, hello.capacity, hello.model),
-                    *link.attested,
-                    member=hello.member,
-                )
-            ]
-        )
 
     async def _adopt(self, received: Received, hello: messages.WorkerHello, link: WorkerLink) -> None:
         """Continue an epoch from the journal with the inventory of its hello. If that fails, the epoch is down."""
@@ -452,7 +439,8 @@ class WorkerLinks:
         )
 
     def queue(self, link: WorkerLink, command: Command) -> None:
-        """For WorkerLink.send. Commands to an epoch that is down are dropped; its memory is accounted for elsewhere."""
+        """Queue a command of WorkerLink.send. Commands to an epoch that is down are dropped; its memory is accounted
+        for elsewhere."""
         if link.is_down:
             return
         if isinstance(command, messages.Admit):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from coordinator.actor import (
-    SHUTDOWN_LEVEL_S,
+    SHUTDOWN_ACTOR_S,
     Actor,
-    Level,
-    Mailbox,
     MailboxFullError,
+    Parking,
     Reply,
     Supervisor,
     open_supervisor,
@@ -26,8 +27,14 @@ from protocol.errors import CapacityError, InternalError, Unavailable
 class FakeActor(Actor[object]):
     """Records what it handles; `Reply` messages are answered, exceptions raised, awaitables awaited."""
 
-    def __init__(self, name: str = "fake", mailbox_max: int = 10, log: list[str] | None = None) -> None:
-        super().__init__(name, mailbox_max=mailbox_max, batch_max=4)
+    def __init__(
+        self,
+        name: str = "fake",
+        mailbox_max: int = 10,
+        log: list[str] | None = None,
+        stepped_by: Actor[object] | None = None,
+    ) -> None:
+        super().__init__(name, mailbox_max=mailbox_max, batch_max=4, stepped_by=stepped_by)
         self.batches: list[list[object]] = []
         self.log = [] if log is None else log
 
@@ -56,7 +63,7 @@ async def test_messages_come_in_order_and_in_batches() -> None:
         actor = FakeActor()
         for number in range(6):
             actor.tell(number)
-        supervisor.start(actor, Level.REQUEST)
+        supervisor.start(actor)
         await wait_all_tasks_blocked()
         actor.tell(6)
         await wait_all_tasks_blocked()
@@ -75,35 +82,36 @@ async def test_a_full_mailbox_refuses() -> None:
         await actor.ask(lambda reply: reply)
 
 
-async def test_a_cancelled_take_has_taken_nothing() -> None:
-    mailbox: Mailbox[int] = Mailbox("m", 10)
+async def test_cancelled_actor_has_taken_nothing() -> None:
+    actor = FakeActor()
     with trio.CancelScope() as scope:
         scope.cancel()
-        mailbox.put(1)
-        await mailbox.take(5)
+        actor.tell(1)
+        await actor.run()
     assert scope.cancelled_caught
-    assert await mailbox.take(5) == [1]
-    with trio.move_on_after(0.01) as scope:
-        await mailbox.take(5)
-    assert scope.cancelled_caught
-    mailbox.put(2)  # no reader is parked now
-    assert await mailbox.take(5) == [2]
+    assert actor.batches == []
+    with trio.move_on_after(0.01):
+        await actor.run()
+    assert actor.batches == [[1]]
+    actor.tell(2)  # no task waits now
+    assert actor.room() == 9
 
 
-async def test_mailbox_has_a_single_reader() -> None:
-    mailbox: Mailbox[int] = Mailbox("m", 10)
+async def test_parking_has_room_for_one_task() -> None:
+    parking = Parking("p")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(mailbox.take, 1)
+        nursery.start_soon(parking.wait)
         await wait_all_tasks_blocked()
-        with pytest.raises(InternalError, match="second reader"):
-            await mailbox.take(1)
-        mailbox.close()
+        with pytest.raises(InternalError, match="p is run by a second task"):
+            await parking.wait()
+        parking.wake()
+    assert not parking.is_taken
 
 
 async def test_an_ask_waits_for_its_reply_or_its_failure() -> None:
     async with open_supervisor() as supervisor:
         actor = FakeActor()
-        supervisor.start(actor, Level.REQUEST)
+        supervisor.start(actor)
         assert await actor.ask(lambda reply: reply) == "answer"
         actor.close()
         with pytest.raises(Unavailable, match="fake has stopped"):
@@ -143,7 +151,7 @@ async def test_a_refused_ask_needs_no_collection() -> None:
 
     async with open_supervisor() as supervisor:
         actor = RefusingActor()
-        supervisor.start(actor, Level.REQUEST)
+        supervisor.start(actor)
         gc.disable()
         try:
             for _ in range(3):
@@ -162,10 +170,10 @@ async def test_closed_actor_finishes_its_messages_and_drops_the_rest() -> None:
         actor.close()
         actor.tell(2)
         assert actor.room() == 0
-        supervisor.start(actor, Level.REQUEST)
+        supervisor.start(actor)
         await wait_all_tasks_blocked()
         assert actor.batches == [[1]]
-        assert supervisor.count(Level.REQUEST) == 0
+        assert actor.log == ["fake"], "it has ended"
 
 
 async def test_exception_ends_all_actors_and_logs_the_history(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,8 +183,8 @@ async def test_exception_ends_all_actors_and_logs_the_history(caplog: pytest.Log
 
     async def run() -> None:
         async with open_supervisor() as supervisor:
-            supervisor.start(bystander, Level.REQUEST)
-            supervisor.start(culprit, Level.SCHEDULER)
+            supervisor.start(bystander)
+            supervisor.start(culprit)
             culprit.tell(ValueError("broken"))
             await trio.sleep_forever()
 
@@ -187,29 +195,105 @@ async def test_exception_ends_all_actors_and_logs_the_history(caplog: pytest.Log
     assert record.__dict__["fields"] == {"actor": "culprit", "history": "line one; line two"}
 
 
-async def test_late_actor_may_still_start_others() -> None:
-    """Found by seed 366 of tests.sim: killed while the Scheduler had a submission in hand."""
-    started = FakeActor("started")
+# ---------------------------------------------------------------- stepped actors
 
-    class FakeLatecomer(FakeActor):
-        async def run(self) -> None:
-            try:
-                await trio.sleep_forever()
-            finally:
-                with trio.CancelScope(shield=True):
-                    await wait_all_tasks_blocked()
-                supervisor.start(started, Level.REQUEST)
+
+@asynccontextmanager
+async def open_stepper(*names: str) -> AsyncIterator[tuple[FakeActor, list[FakeActor]]]:
+    """An actor with a task, and actors that it steps."""
+    async with open_supervisor() as supervisor:
+        stepper = FakeActor("stepper")
+        supervisor.start(stepper)
+        yield stepper, [FakeActor(name, stepped_by=stepper) for name in names]
+
+
+async def test_stepped_inboxes_are_taken_in_the_order_of_arrival() -> None:
+    order: list[tuple[str, list[object]]] = []
+
+    class FakeNoter(FakeActor):
+        async def handle(self, batch: list[object]) -> None:
+            order.append((self.name, batch))
 
     async with open_supervisor() as supervisor:
-        supervisor.start(FakeLatecomer("latecomer"), Level.SCHEDULER)
+        stepper = FakeNoter("stepper")
+        one, other = FakeNoter("one", stepped_by=stepper), FakeNoter("other", stepped_by=stepper)
+        supervisor.start(stepper)
         await wait_all_tasks_blocked()
-    assert supervisor.count(Level.REQUEST) == 0
+        stepper.tell("own")
+        for number in range(6):
+            other.tell(number)
+        one.tell("a")
+        await wait_all_tasks_blocked()
+    assert order == [("other", [0, 1, 2, 3]), ("one", ["a"]), ("other", [4, 5]), ("stepper", ["own"])]
 
 
-async def start_all(supervisor: Supervisor, log: list[str]) -> dict[Level, FakeActor]:
-    actors = {level: FakeActor(level.name, log=log) for level in reversed(Level)}
-    for level, actor in actors.items():
-        supervisor.start(actor, level)
+async def test_stepped_actor_has_no_task_and_its_messages_wake_the_stepper() -> None:
+    async with open_stepper("a", "b") as (stepper, stepped):
+        await wait_all_tasks_blocked()
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        for actor in stepped:
+            actor.tell(1)
+        assert await stepped[1].ask(lambda reply: reply) == "answer"
+        assert [len(actor.batches) for actor in stepped] == [1, 1]
+        assert stepper.batches == []
+        assert trio.lowlevel.current_statistics().tasks_living == tasks
+
+
+async def test_full_inbox_of_a_stepped_actor_refuses_and_others_take_messages() -> None:
+    """I8."""
+    async with open_stepper("full", "free") as (_, (full, free)):
+        for number in range(10):
+            full.tell(number)
+        assert (full.room(), free.room()) == (0, 10)
+        with pytest.raises(MailboxFullError, match="mailbox=full: mailbox of full holds 10 messages"):
+            full.tell(10)
+        free.tell(1)
+        await wait_all_tasks_blocked()
+        assert (full.room(), free.room()) == (10, 10)
+        full.close()
+        full.tell(11)
+        await wait_all_tasks_blocked()
+        assert sum(map(len, full.batches)) == 10
+
+
+async def test_stepper_that_closes_steps_what_was_told_before() -> None:
+    async with open_stepper("a") as (stepper, (actor,)):
+        actor.tell(1)
+        stepper.close()
+        await wait_all_tasks_blocked()
+        assert actor.batches == [[1]]
+        assert stepper.log == ["stepper"]
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "match"),
+    [(ValueError("broken"), ValueError, "broken"), ("sleep", InternalError, "a waits, and has no task to wait in")],
+)
+async def test_stepped_actor_that_fails_or_waits_ends_all_and_its_history_is_logged(
+    message: object, error: type[Exception], match: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("hisparse").propagate = True
+
+    async def run() -> None:
+        async with open_stepper("a") as (_, (actor,)):
+            actor.tell(message)
+            await trio.sleep_forever()
+
+    with pytest.RaisesGroup(pytest.RaisesExc(error, match=match), flatten_subgroups=True):
+        await run()
+    failed = [record.__dict__["fields"]["actor"] for record in caplog.records if record.msg == "actor failed"]
+    assert failed == ["a", "stepper"]
+    assert caplog.records[0].__dict__["fields"]["history"] == "line one; line two"
+
+
+# ---------------------------------------------------------------- shutdown
+
+
+async def start_all(supervisor: Supervisor, log: list[str]) -> list[FakeActor]:
+    """Each sends messages to those before it."""
+    actors = [FakeActor(name, log=log) for name in ("journal", "scheduler", "gateway")]
+    for actor in actors:
+        supervisor.start(actor)
     await wait_all_tasks_blocked()
     return actors
 
@@ -219,7 +303,7 @@ async def test_asking_actor_stops_before_the_asked_one() -> None:
     async with open_supervisor() as supervisor:
         await start_all(supervisor, log)
         await supervisor.shutdown()
-    assert log == [level.name for level in Level]
+    assert log == ["gateway", "scheduler", "journal"]
 
 
 async def test_actor_that_does_not_drain_is_cancelled(autojump_clock: MockClock) -> None:
@@ -227,8 +311,8 @@ async def test_actor_that_does_not_drain_is_cancelled(autojump_clock: MockClock)
     log: list[str] = []
     async with open_supervisor() as supervisor:
         actors = await start_all(supervisor, log)
-        actors[Level.SCHEDULER].tell("sleep")
+        actors[1].tell("sleep")
         started = trio.current_time()
         await supervisor.shutdown()
-        assert trio.current_time() - started == pytest.approx(SHUTDOWN_LEVEL_S)
-    assert log == [level.name for level in Level]
+        assert trio.current_time() - started == pytest.approx(SHUTDOWN_ACTOR_S)
+    assert log == ["gateway", "scheduler", "journal"]

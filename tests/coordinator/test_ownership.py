@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from unittest.mock import patch
 
 import pytest
 import trio
 import trio.testing
 
+from coordinator.actor import Actor
 from coordinator.journal.journal import GroupCommit
 from coordinator.scheduling.dispatch import Effects
 from coordinator.scheduling.scheduler import Scheduler
@@ -26,7 +28,8 @@ async def watched_life() -> AsyncIterator[tuple[Life, Ownership]]:
         ownership = Ownership(life.scheduler, journal)
         trio.lowlevel.add_instrument(ownership)
         try:
-            yield life, ownership
+            with patch.object(Actor, "_step", ownership.within_step(Actor._step)):
+                yield life, ownership
         finally:
             trio.lowlevel.remove_instrument(ownership)
 

@@ -293,7 +293,8 @@ class CoordinatorLife:
     @property
     def is_between_turns(self) -> bool:
         """Whether the Scheduler waits for messages, and not for a commit."""
-        return self._scheduler is not None and self._scheduler._mailbox._reader is not None
+        scheduler = self._scheduler
+        return scheduler is not None and scheduler._parking.is_taken and scheduler._awaited.done
 
     def check_invariants(self) -> None:
         if self._scheduler is None:

@@ -451,12 +451,16 @@ def grant_before_commit() -> Plan:
 def say_the_end_before_commit() -> Plan:
     """The client hears of the end while it is being written."""
 
-    async def write_end(self: Request, it: events.Ending) -> None:
+    def write_end(self: Request, it: events.Ending) -> None:
         ended = journal_records.RequestEnded(
             it.request_index, it.outcome, it.reason, it.generated_tokens, it.tail_text, 0.0
         )
-        await self._journal.append([]).wait()  # its tokens are delivered: without faults no check sees it
-        self._journal.append([ended])
+
+        def tell() -> None:  # its tokens are delivered: without faults no check sees it
+            self._journal.append([ended])
+            self._tell_end(it)
+
+        self._journal.append([]).then(tell)
 
     yield Request, "_write_end", write_end
 

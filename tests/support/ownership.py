@@ -1,12 +1,12 @@
-"""Who writes which state: `Ownership` looks at the states of all actors after each step of a task.
+"""Who writes which state: `Ownership` looks at the states of all actors after each step of a task or an actor.
 
     owner                  state                                              written in
     Scheduler              placement table, request table                     its own task
-    Request                RequestState                                       its own task
-    HostPool               Ledger                                             its own task
+    Request                RequestState                                       its steps, in the Scheduler's task
+    HostPool               Ledger                                             its steps, in the Scheduler's task
     Journal                JournalState                                       `append`, `open_pool`, in any task
 
-A state that has changed in another task's step is a violation. So is one of the journal's that has changed outside
+A state that has changed in another one's step is a violation. So is one of the journal's that has changed outside
 its calls. Only one task runs at a time, so a step is to blame for what differs after it.
 """
 
@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import trio
 
+from coordinator.actor import Actor
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.state import JournalState, RequestRecord
 from coordinator.memory.ledger import GpuBudget, Holding, Ledger
@@ -127,6 +128,16 @@ class Ownership(trio.abc.Instrument):
             self._look(task.name)
         except Exception as error:  # an instrument that raises is dropped without a word
             self.violations.append((repr(error), task.name))
+
+    def within_step(self, step: Callable[[Actor[Any]], None]) -> Callable[[Actor[Any]], None]:
+        """`Actor._step`, of an actor that the Scheduler steps."""
+
+        def checked(actor: Actor[Any]) -> None:
+            self._look(self._scheduler.name)
+            step(actor)
+            self._look(actor.name)
+
+        return checked
 
     def _look(self, writer: str) -> None:
         for watched in self.watched.values():

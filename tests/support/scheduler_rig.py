@@ -17,7 +17,7 @@ import trio
 import trio.testing
 
 from basics.request_states import TERMINAL
-from coordinator.actor import Level, Supervisor, open_supervisor
+from coordinator.actor import Supervisor, open_supervisor
 from coordinator.scheduling.events import Ending, LinkStats
 from coordinator.scheduling.request import BeginTrace
 from coordinator.scheduling.scheduler import Scheduler
@@ -107,6 +107,15 @@ class FakeLink:
         if len(heard.staged):
             self.rig.scheduler.prompt_rows(heard.staged)
 
+    def round(self) -> None:
+        """All commands arrive, every admission advances once, all reports arrive."""
+        while self.downlink:
+            self.obey()
+        for placement in list(self.worker.runs):
+            self.worker.advance(placement)
+        while self.uplink:
+            self.hear()
+
     def cut(self) -> None:
         self.up = False
         self.downlink.clear()
@@ -132,7 +141,6 @@ class SchedulerRig:
             settings,
             token_log=self.token_log,
             listener=self.listener,
-            supervisor=supervisor,
             counters=self.counters,
             wall_offset_s=1e9,
             begin_trace=begin_trace,
@@ -141,7 +149,7 @@ class SchedulerRig:
         self.links: dict[str, FakeLink] = {}
         self.zombies: list[FakeLink] = []
         self.epochs = 0
-        supervisor.start(self.scheduler, Level.SCHEDULER)
+        supervisor.start(self.scheduler)
 
     # ---------------------------------------------------------------- workers
 
@@ -185,14 +193,9 @@ class SchedulerRig:
     # ---------------------------------------------------------------- progress
 
     def round(self) -> None:
-        """Every link delivers, every admission advances once."""
+        """One of every link."""
         for link in list(self.links.values()):
-            while link.downlink:
-                link.obey()
-            for placement in list(link.worker.runs):
-                link.worker.advance(placement)
-            while link.uplink:
-                link.hear()
+            link.round()
 
     async def settle(self) -> None:
         """Until every actor has nothing left to do."""

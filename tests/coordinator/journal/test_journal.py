@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -110,6 +110,31 @@ async def test_what_a_turn_appends_is_one_group(autojump_clock: trio.testing.Moc
         ["TokensAppended"],
         ["RequestOrdered", "RequestOrdered"],
     ]
+
+
+async def test_call_is_made_once_its_record_is_durable_and_tokens_before_it_may_be_delivered(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """I5: the end of a request is told by such a call."""
+    calls: list[tuple[str, int]] = []
+
+    async with open_desk() as desk:
+
+        def note(what: str) -> Callable[[], None]:
+            return lambda: calls.append((what, desk.delivered))
+
+        await desk.submit().wait()
+        desk.say(5, 6)
+        desk.journal.hold()
+        commit = desk.journal.append([order(1)])
+        commit.then(note("held"))
+        desk.journal.let_go()
+        commit.then(note("let go"))
+        assert calls == []
+        await commit.wait()
+        assert calls == [("held", 2), ("let go", 2)]
+        commit.then(note("durable"))
+        assert calls[2:] == [("durable", 2)]
 
 
 async def test_durable_records_need_no_collection(autojump_clock: trio.testing.MockClock) -> None:

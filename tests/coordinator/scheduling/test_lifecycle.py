@@ -19,7 +19,6 @@ from coordinator.scheduling.events import (
     MemoryGiven,
     PlacementEnded,
     PlacementProgressed,
-    RequestClosed,
     RequestCommand,
     RowsGivenUp,
     Stage,
@@ -96,7 +95,6 @@ def test_a_request_runs_to_its_end() -> None:
     assert actions[1:] == [
         PlacementEnded(3, 1, 0, True, cacheable_tokens=106),
         Ending(3, "r", "FINISHED", "eos", 7, "tail"),
-        RequestClosed(3),
     ]
     states = [line.state for line in history.request.history()]
     assert states == ["QUEUED", "PREFILLING", "READY", "RUNNING", "RELEASING", "FINISHED"]
@@ -212,7 +210,7 @@ def test_tokens_that_never_arrived_fail_the_request() -> None:
     history = History()
     history.run()
     history.rows = Rows(5, 100)
-    ending = history.tell(*finish(1, 7))[-2]
+    ending = history.tell(*finish(1, 7))[-1]
     assert ending == Ending(3, "r", "FAILED", "the worker counts 7 tokens, 5 arrived", 5)
 
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import coordinator.scheduling.prefix_reuse
+from coordinator.actor import Actor
 from coordinator.journal.ledger_image import ledger_from, parts_of
 from coordinator.journal.records import RequestFacts
 from coordinator.journal.state import no_order
@@ -76,6 +77,16 @@ class Life:
         return self.owner, self.contents[: place + 1]
 
 
+class FakeStepper(Actor[None]):
+    """Steps the HostPool where it is called, without a task."""
+
+    def __init__(self) -> None:
+        super().__init__("stepper", mailbox_max=1, batch_max=1)
+
+    async def handle(self, batch: list[None]) -> None:
+        raise NotImplementedError
+
+
 class PrefixMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +96,14 @@ class PrefixMachine(RuleBasedStateMachine):
         self.journal: list[bytes] = []
         index = self.reuse.open(NODE)
         self.pool: HostPool[Any, None] = HostPool(
-            NODE, self.ledger, index, self._append, lifetimes=Buckets((1.0,)), clock=lambda: 0.0, evicted=self._count
+            NODE,
+            self.ledger,
+            index,
+            self._append,
+            stepped_by=FakeStepper(),
+            lifetimes=Buckets((1.0,)),
+            clock=lambda: 0.0,
+            evicted=self._count,
         )
         self.evicted = 0
         self.placements = 0
@@ -109,17 +127,13 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def transact(self, *changes: Change) -> list[np.ndarray]:
         """Have the HostPool apply them, and follow what it did: evictions before, and what was written."""
-        replies: list[Any] = []
-        reply = type("FakeReply", (), {"set": staticmethod(replies.append)})()
-        turn = self.pool.handle([Transact(changes, (), reply)])
-        with pytest.raises(StopIteration):
-            turn.send(None)
+        applied = self.pool.transact(changes)
         kept = set(self.ledger.cached_pages().tolist())
         self.cached = {rows: page for rows, page in self.cached.items() if page in kept}
         for data in self.journal[self.replayed :]:
             apply(self.replica, CHANGE_CODEC.decode(data))
         self.replayed = len(self.journal)
-        return list(replies[0].given)
+        return applied.given
 
     def _held(self) -> set[int]:
         """Host pages of requests and of quarantined workers."""

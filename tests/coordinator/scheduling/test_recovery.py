@@ -14,11 +14,12 @@ import pytest
 import trio
 import trio.testing
 
-from basics.request_states import POISON_STRIKES
-from coordinator.actor import Level, open_supervisor
+from basics.request_states import POISON_STRIKES, State
+from coordinator.actor import open_supervisor
 from coordinator.journal.journal import GroupCommit
-from coordinator.journal.records import Record, RequestEnded, WorkerJoined
+from coordinator.journal.records import LedgerChanged, Record, RequestEnded, WorkerJoined
 from coordinator.journal.state import replay
+from coordinator.memory.changes import AddWorker
 from coordinator.scheduling.events import Ending, WorkerPort
 from coordinator.scheduling.recovery import expect_workers
 from coordinator.scheduling.scheduler import Scheduler
@@ -27,7 +28,7 @@ from protocol import messages
 from protocol.arrays import pack_int32
 from protocol.errors import ConfigError, Unavailable, WrongState
 from protocol.inventory import InventoryRow, pack_rows
-from protocol.messages import GroupMember
+from protocol.messages import Admit, GroupMember
 from protocol.settings import CoordinatorSettings
 from tests.support.fakes.fake_cluster import FakePort
 from tests.support.fakes.fake_worker import FakePool, token_of
@@ -79,13 +80,12 @@ class Life(SchedulerRig):
                 settings,
                 token_log=life.token_log,
                 listener=life.listener,
-                supervisor=supervisor,
                 journal=journal,
                 wall_offset_s=1e9,
             )
             life.scheduler.recover(expect_workers(journal_state, life.links_of_before.expect))
-            supervisor.start(journal, Level.JOURNAL)
-            supervisor.start(life.scheduler, Level.SCHEDULER)
+            supervisor.start(journal)
+            supervisor.start(life.scheduler)
             await life.settle()
             yield life
 
@@ -123,6 +123,46 @@ async def test_queued_requests_keep_their_order(autojump_clock: trio.testing.Moc
         assert history[-1].reason == "the coordinator restarted; 0 tokens in the journal"
         line = life.scheduler.describe("running!")[1][-1]
         assert line.reason == "the coordinator restarted; 0 tokens in the journal; on w0, which is awaited"
+        life.check()
+
+
+async def test_process_of_a_worker_is_written_with_its_budgets(autojump_clock: trio.testing.MockClock) -> None:
+    """I2: a coordinator that dies between two commits would leave memory whose holder can never be proved gone."""
+    async with Life.over() as life:
+        link = FakeLink(life, "w0", "n0", 1, 1)
+        member = GroupMember("g0", 1, 2, 7)
+        await life.scheduler.worker_up(msgspec.structs.replace(link.hello, member=member), link, (4711, 5, "boot"))
+        await life.settle()
+        (group,) = [group for group in life.store.groups if any(isinstance(it, WorkerJoined) for it in group)]
+    assert any(isinstance(it, LedgerChanged) and isinstance(it.changes[0], AddWorker) for it in group)
+    joined = [(it.process, it.started, it.boot, it.member) for it in group if isinstance(it, WorkerJoined)]
+    assert joined == [(4711, 5, "boot", member)]
+
+
+async def test_requests_hear_their_workers_while_a_turn_waits_for_the_disk(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """I4, I5: no request is admitted and no end is told meanwhile."""
+    async with Life.over() as life:
+        await life.add_worker("w0")
+        await life.submit("ends!", max_tokens=20)
+        await run_until(life, "ends!", "RUNNING")
+        link = life.links["w0"]
+        life.store.commit_s = 20.0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(life.submit, "waits!")
+            await trio.sleep(1.0)
+            assert not life.scheduler._awaited.done
+            while life.scheduler._requests.live["ends!"].state.state is not State.FINISHED:
+                link.round()
+                await trio.sleep(0.1)
+            assert [row.state for row in life.scheduler.request_rows(9)] == ["FINISHED", "QUEUED"]
+            assert (list(link.downlink), life.listener.endings) == ([], {})
+            await trio.sleep(20.0)
+            life.store.commit_s = 0.0
+            await life.settle()
+        assert list(life.listener.endings) == ["ends!"]
+        assert [command.request_id for command in link.downlink if isinstance(command, Admit)] == ["waits!"]
         life.check()
 
 

@@ -12,6 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from basics.request_states import POISON_STRIKES, TERMINAL
+from coordinator.scheduling.api import FLOOD_MARGIN
 from coordinator.scheduling.scheduler import DEADLINE_MAX_S, GRANTED_ALL
 from protocol import messages
 from protocol.arrays import pack_int32, pack_int64
@@ -174,6 +175,7 @@ async def test_last_topk_waits_with_its_rows(autojump_clock: MockClock, keep: bo
         await rig.run_until("r!", "RETRACTED")
         await rig.scheduler.abort(("r!",), "test")
         await rig.run_until("r!", "ABORTED")
+        await rig.settle()
         assert rig.scheduler._warm_starts.kept_bytes == 0
 
 
@@ -481,8 +483,9 @@ async def test_new_pool_has_no_rows_of_the_last(autojump_clock: MockClock, prove
         assert rig.state("r") == "RETRACTED"
         rig.pools.clear()
         await rig.add_worker("w1", pool_id=2)
+        await rig.settle()
         history = rig.scheduler.describe("r")[1]
-        assert [line.event for line in history][-1] == "demoted"
+        assert [line.event for line in history][-2:] == ["demoted", "admitted"]
         await rig.run_until("r", "FINISHED")
         rig.check_nothing_leaked()
 
@@ -754,6 +757,41 @@ async def test_impossible_events_are_dropped_and_floods_refused(autojump_clock: 
         await rig.run_until("r!", "FINISHED")
         ending = rig.listener.endings["r!"]
         assert (ending.drafted_tokens, ending.accepted_tokens) == (1, 0), "as the worker counted last"
+
+
+async def test_flooded_request_and_flooding_worker_leave_turns_to_others(autojump_clock: MockClock) -> None:
+    """I8: what one worker may send for one request is bounded, and past the bound that worker is to blame."""
+    async with open_rig() as rig:
+        await rig.add_worker("w0", seats=1)
+        await rig.submit("flooded!", 100, 300)
+        await rig.run_until("flooded!", "RUNNING")
+        link = await rig.add_worker("w1", "n1")
+        flooded = rig.scheduler._requests.live["flooded!"].request
+        for number in range(8):
+            await rig.submit(f"r{number}", 100, 100)
+        rounds = 0
+        while len(rig.listener.endings) < 8:
+            with pytest.raises(ProtocolError, match="floods request flooded!"):
+                flood(rig, messages.Parked(1), 1_000)
+            assert flooded.room() == FLOOD_MARGIN - 1, "the Scheduler has room beside the worker"
+            link.round()
+            await rig.settle()
+            assert flooded.room() == flooded._mailbox.capacity
+            rig.check()
+            rounds += 1
+            assert rounds < 100, "no more than it takes without a flood"
+        await rig.run_until("flooded!", "FINISHED")
+
+
+async def test_request_has_no_task(autojump_clock: MockClock) -> None:
+    async with open_rig() as rig:
+        await rig.add_worker("w0")
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        for number in range(20):
+            await rig.submit(f"r{number}!", 100, 300)
+        await rig.run_until("r0!", "RUNNING")
+        assert len(rig.scheduler._requests.live) == 20
+        assert trio.lowlevel.current_statistics().tasks_living == tasks
 
 
 # ---------------------------------------------------------------- random schedules

@@ -15,8 +15,8 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
+from basics.processes import process_of
 from coordinator.journal.journal import Journal, NoJournal
-from coordinator.journal.records import Record, WorkerJoined
 from coordinator.listener.router import RouterSocket
 from coordinator.scheduling.events import WorkerPort
 from coordinator.tokens.token_log import TokenLog
@@ -63,6 +63,7 @@ class FakeLinkScheduler:
         self.deaths: list[str] = []
         self.leavers: list[str] = []
         self.ports: dict[str, WorkerPort] = {}
+        self.processes: list[tuple[int, int, str]] = []
         self.refuse_with: HiSparseError | None = None
         self.break_on_event = False
         self.hesitate = trio.Event()
@@ -74,12 +75,13 @@ class FakeLinkScheduler:
             raise error
         self.told.append(("back", hello.worker, hello.epoch))
 
-    async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort) -> None:
+    async def worker_up(self, hello: messages.WorkerHello, port: WorkerPort, process: tuple[int, int, str]) -> None:
         await self.hesitate.wait()
         if self.refuse_with is not None:
             error, self.refuse_with = self.refuse_with, None
             raise error
         self.told.append(("up", hello.worker, hello.epoch))
+        self.processes.append(process)
         self.ports[hello.worker] = port
 
     def worker_down(
@@ -681,15 +683,9 @@ async def test_end_of_a_leaving_worker_is_told_as_such(rig: Rig) -> None:
         worker.close()
 
 
-async def test_rank_is_journalled_with_its_process(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    records: list[Record] = []
-    monkeypatch.setattr(rig.journal, "append", records.extend)
-    member = messages.GroupMember("g0", 1, 2, 7)
-    worker = await rig.worker()
-    await worker.say(hello(member=member))
-    assert isinstance(await worker.hear(), WorkerWelcome)
-    joined = [record for record in records if isinstance(record, WorkerJoined)]
-    assert [(it.worker, it.process, it.member) for it in joined] == [("w0", os.getpid(), member)]
+async def test_attested_process_is_named_as_its_epoch_joins(rig: Rig) -> None:
+    worker = await rig.joined("w0")
+    assert rig.scheduler.processes == [process_of(os.getpid())]
     worker.close()
 
 

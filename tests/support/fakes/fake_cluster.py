@@ -235,6 +235,7 @@ class FakeCluster:
         match action:
             case Ending():
                 live.endings.append(action)
+                self.dispatch.closed(action.request_index)
             case PlacementProgressed():
                 self.take(self.dispatch.progressed(action))
             case HotBufferResized():
@@ -245,8 +246,6 @@ class FakeCluster:
             case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw():
                 if live.state.worker in self.ports:
                     self.ports[live.state.worker].send(action)
-            case _:
-                self.dispatch.closed(live.state.facts.request_index)
 
     def take(self, heard: Effects) -> None:
         for step in heard.steps:
