@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,23 @@ FINISHED: Final = "FINISHED"
 SILENCE_S: Final = 2.0
 
 
+def _ended_by_ctrl_c(action: Callable[[Client], Awaitable[int]]) -> Callable[[Client], Awaitable[int]]:
+    """`action`, which Ctrl-C ends at a checkpoint, with KeyboardInterrupt: trio alone would raise it between any two
+    instructions, amid what must not be left half done. For the main thread."""
+
+    async def run(client: Client) -> int:
+        token = trio.lowlevel.current_trio_token()
+        with trio.CancelScope() as scope:
+            before = signal.signal(signal.SIGINT, lambda *_: token.run_sync_soon(scope.cancel, idempotent=True))
+            try:
+                return await action(client)
+            finally:
+                signal.signal(signal.SIGINT, before)
+        raise KeyboardInterrupt
+
+    return run
+
+
 @dataclass
 class Follow:
     """How an output is shown, and its stream.
@@ -52,7 +70,7 @@ class Follow:
         """Run `action` on a connection; returns its exit code. After Ctrl-C, prints how to attach again."""
         try:
             timed = action if self.timeout_s is None else lambda client: self._timed(client, action)
-            return run_client(self.endpoint, timed, role=self.role, name="hisparse", key=self.key)
+            return run_client(self.endpoint, _ended_by_ctrl_c(timed), role=self.role, name="hisparse", key=self.key)
         except KeyboardInterrupt:
             if self.stream is not None:
                 name = self.stream.request_id
