@@ -25,8 +25,10 @@ from protocol.text import Tokenizer
 from protocol.transport.keys import Insecure, PeerKey
 
 FINISHED: Final = "FINISHED"
-#: When no token has come for this long, a person is told what the request waits for. An answer may take as long.
+#: When no token has come for this long, a person is told what the request waits for.
 SILENCE_S: Final = 2.0
+#: Longest wait for the coordinator's answer to what a request waits for.
+ANSWER_LIMIT_S: Final = 2.0
 
 
 def _ended_by_ctrl_c(action: Callable[[Client], Awaitable[int]]) -> Callable[[Client], Awaitable[int]]:
@@ -149,7 +151,7 @@ class Follow:
 
 async def _row_of(client: Client, request_id: str) -> RequestRow | None:
     """None: the coordinator does not answer, or does not know the request."""
-    with trio.move_on_after(SILENCE_S):
+    with trio.move_on_after(ANSWER_LIMIT_S):
         try:
             return (await client.request(request_id)).row
         except HiSparseError:
