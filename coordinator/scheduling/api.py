@@ -65,10 +65,6 @@ Message: TypeAlias = (
     | events.PromptRows
     | events.Digested
     | events.TransferClosed
-    | events.PlacementProgressed
-    | events.HotBufferResized
-    | events.PlacementEnded
-    | events.RequestClosed
     | events.Recovered
     | events.Tick
 )

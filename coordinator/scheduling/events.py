@@ -7,9 +7,9 @@ Who tells whom (asks go down the first column only, everything else is a tell):
                                                             InventoryTaken, TransferClosed
     WorkerLink ────► Request                                messages.Event, routed by placement
     Scheduler ─────► Request                                RequestOrder: Admitted, MemoryGiven, RetractOrder, ...
-    Request ───────► Scheduler                              PlacementProgressed, HotBufferResized, PlacementEnded,
-                                                            RequestClosed
     Request ───────► WorkerPort.send                        messages.Command
+
+A step of a Request returns Words, which the Scheduler's next turn hears first.
 
 Everything about one placement reaches its worker through its Request actor, so commands keep their order.
 Tokens are not here: they go from the worker link into the token log, and from there to client connections.
@@ -297,10 +297,8 @@ class PlacementEnded(msgspec.Struct, frozen=True):
     is_suspect: bool = False
 
 
-class RequestClosed(msgspec.Struct, frozen=True):
-    """The request is terminal, its memory given back before, its listener told."""
-
-    request_index: int
+#: Facts that a step of a Request returns. Ending: its memory is given back, its end is written, its listener told.
+Word: TypeAlias = PlacementProgressed | HotBufferResized | PlacementEnded | Ending
 
 
 class AddressedOrder(NamedTuple):

@@ -1,13 +1,14 @@
 """The Request actor: one per live request, owner of its life cycle. The Scheduler steps it (coordinator.actor).
 
 It hears the Scheduler and its worker's events, and does what request_state.RequestState decides: commands to the worker
-link, tells to the Scheduler, the end to the gateway. Its end is told by the commit that has it; nothing waits for that.
+link, the end to the gateway. What the Scheduler is to know, a step returns. Its end is told by the commit that has it;
+nothing waits for that.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -24,8 +25,8 @@ from coordinator.scheduling.events import (
     Listener,
     PlacementEnded,
     PlacementProgressed,
-    RequestClosed,
     RequestOrder,
+    Word,
     WorkerPort,
 )
 from coordinator.scheduling.request_state import (
@@ -39,7 +40,6 @@ from coordinator.scheduling.request_state import (
 from coordinator.scheduling.waits import WaitFor, Waits
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
-from protocol import messages
 from protocol.logs import fields, logger
 
 #: Messages that may wait; the Scheduler has a handful under way, a sane worker fewer.
@@ -56,7 +56,7 @@ BeginTrace: TypeAlias = Callable[[RequestFacts], Follow | None]
 log = logger("coordinator.scheduling.request")
 
 
-class Request(Actor[RequestOrder | WorkerEvent]):
+class Request(Actor[RequestOrder | WorkerEvent | Ending]):
     """`state` may be read by anyone between turns; only this actor changes it."""
 
     def __init__(
@@ -80,7 +80,6 @@ class Request(Actor[RequestOrder | WorkerEvent]):
         self.state = state
         self._token_log = token_log
         self._listener = listener
-        self._tell_scheduler = scheduler.tell
         self._clock = clock
         self._journal = journal
         self._wall_offset_s = wall_offset_s
@@ -107,24 +106,29 @@ class Request(Actor[RequestOrder | WorkerEvent]):
             known = {name: value for name, value in detail.items() if value}
             log.info(line.event, extra=fields(request=state.facts.request_id, state=line.state, **known))
 
-    async def handle(self, batch: list[RequestOrder | WorkerEvent]) -> None:
+    async def handle(self, batch: list[RequestOrder | WorkerEvent | Ending]) -> list[Word]:
+        words: list[Word] = []
         for event in batch:
-            if isinstance(event, Admitted):
-                self._port = event.port
-            self._apply(event)
+            if isinstance(event, Ending):  # written, and told
+                self.close()
+                words.append(event)
+            else:
+                if isinstance(event, Admitted):
+                    self._port = event.port
+                words += self._apply(event)
+        return words
 
-    def _apply(self, event: RequestOrder | WorkerEvent) -> None:
+    def _apply(self, event: RequestOrder | WorkerEvent) -> list[Word]:
         state, token_log, request_index = self.state, self._token_log, self.state.facts.request_index
         rows, now = Rows(token_log.length(request_index), token_log.durable(request_index)), self._clock()
         try:
             actions = state.handle(event, rows, now)
         except IllegalEventError as error:
             log.warning("event dropped", extra=fields(worker=state.worker, error=error))
-            return
+            return []
         self.tell_history()
         self._note_wait(now)
-        for action in actions:
-            self._perform(action)
+        return [word for action in actions for word in self._perform(action)]
 
     def _note_wait(self, now: float) -> None:
         waited, waits = self._waits.note(self.state.state, self.state.held, now), self._counters.waits
@@ -153,18 +157,18 @@ class Request(Actor[RequestOrder | WorkerEvent]):
             self._counters.failed[self.state.cause or UNKNOWN] += 1
         drafted, accepted = self._drafts()
         self._listener.ended(structs.replace(ending, drafted_tokens=drafted, accepted_tokens=accepted))
-        self._tell_scheduler(RequestClosed(ending.request_index))
-        self.close()
+        self.tell(ending)
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: Action) -> Iterator[Word]:
+        """Carry `action` out; yield it if the Scheduler is to know."""
         match action:
             case Ending():
                 self._write_end(action)
+            case PlacementProgressed() | HotBufferResized():
+                yield action
             case PlacementEnded():
                 self._token_log.end_placement(action.request_index)
-                self._tell_scheduler(action)
-            case PlacementProgressed() | HotBufferResized():
-                self._tell_scheduler(action)
-            case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw() | messages.Stop():
+                yield action
+            case _:
                 assert self._port is not None
                 self._port.send(action)

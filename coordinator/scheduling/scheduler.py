@@ -1,10 +1,10 @@
 """The Scheduler actor: the shell round coordinator.scheduling.dispatch. What others call is in api.py beside it.
 
-One turn: have Requests hear their workers, which it steps (coordinator.actor); hear a batch of messages; have the
-HostPools apply what follows from them; plan; have the plan applied and committed; tell the Requests. No memory is given
-before that is committed (I4); what gives memory back need not be waited for, since commits keep their order. The
-accounts do not change while a plan is made, because only this actor asks for changes. Commands and submissions are
-answered when they are in the journal (SchedulerApi).
+One turn: have Requests hear their workers, which it steps (coordinator.actor); hear what their steps returned, then a
+batch of messages; have the HostPools apply what follows from both; plan; have the plan applied and committed; tell the
+Requests. No memory is given before that is committed (I4); what gives memory back need not be waited for, since commits
+keep their order. The accounts do not change while a plan is made, because only this actor asks for changes. Commands
+and submissions are answered when they are in the journal (SchedulerApi).
 
 Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can
 never cross. A command on several requests is checked for all of them before anything is told."""
@@ -61,9 +61,9 @@ from protocol.units import PAGE_TOKENS
 
 #: Messages handled in one turn.
 BATCH_MAX: Final = 1_024
-#: A Request has at most this many messages for the Scheduler under way: each stage once, a resize, its departure, its
-#: end; and a request index is reported starving once until the next grant. Workers cannot make it more (request_state).
-MESSAGES_PER_REQUEST: Final = 16
+#: Messages about one request that may wait: the digests of its prompt, the ends of its transfers, which take turns; and
+#: a request index is reported starving once until the next grant.
+MESSAGES_PER_REQUEST: Final = 4
 #: Commands, workers and ticks on top.
 MESSAGES_BESIDES: Final = 4_096
 #: How often deadlines are looked at, hot buffers grown, and ended requests forgotten.
@@ -245,6 +245,9 @@ class Scheduler(SchedulerApi):
 
     async def _turn(self, batch: list[Message]) -> None:
         now, turn, tick = self._clock(), _Turn(), False
+        returned, self.returned = self.returned, []
+        for word in returned:
+            self._hear_request(word, now, turn)
         for message in batch:
             self._hear(message, now, turn)
             tick = tick or isinstance(message, events.Tick)
@@ -287,21 +290,24 @@ class Scheduler(SchedulerApi):
                 worker.port.send(send.command)
         self.step_ready()
 
+    def _hear_request(self, word: events.Word, now: float, turn: _Turn) -> None:
+        match word:
+            case events.PlacementProgressed():
+                turn.take(self._dispatch.progressed(word))
+            case events.HotBufferResized():
+                turn.take(self._dispatch.resized(word))
+            case events.PlacementEnded():
+                self._requests.end_placement(word.placement)
+                turn.take(self._departed(word))
+                self._warm_starts.keep(word.request_index, word.warm_start)
+            case events.Ending(request_index):
+                self._warm_starts.take(request_index)
+                self._dispatch.closed(request_index)
+                self._requests.end(self._requests.by_index[request_index], now)
+                self._token_log.cut(request_index)
+
     def _hear(self, message: Message, now: float, turn: _Turn) -> None:
         match message:
-            case events.PlacementProgressed():
-                turn.take(self._dispatch.progressed(message))
-            case events.HotBufferResized():
-                turn.take(self._dispatch.resized(message))
-            case events.PlacementEnded():
-                self._requests.end_placement(message.placement)
-                turn.take(self._departed(message))
-                self._warm_starts.keep(message.request_index, message.warm_start)
-            case events.RequestClosed():
-                self._warm_starts.take(message.request_index)
-                self._dispatch.closed(message.request_index)
-                self._requests.end(self._requests.by_index[message.request_index], now)
-                self._token_log.cut(message.request_index)
             case events.TransferClosed():
                 turn.take(self._transfer_closed(message))
             case events.Starving() | events.PromptRows():

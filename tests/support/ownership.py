@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Final
@@ -129,13 +129,14 @@ class Ownership(trio.abc.Instrument):
         except Exception as error:  # an instrument that raises is dropped without a word
             self.violations.append((repr(error), task.name))
 
-    def within_step(self, step: Callable[[Actor[Any]], None]) -> Callable[[Actor[Any]], None]:
+    def within_step(self, step: Callable[[Actor[Any]], Sequence[object]]) -> Callable[[Actor[Any]], Sequence[object]]:
         """`Actor._step`, of an actor that the Scheduler steps."""
 
-        def checked(actor: Actor[Any]) -> None:
+        def checked(actor: Actor[Any]) -> Sequence[object]:
             self._look(self._scheduler.name)
-            step(actor)
+            returned = step(actor)
             self._look(actor.name)
+            return returned
 
         return checked
 

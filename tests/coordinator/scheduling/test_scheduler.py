@@ -640,8 +640,9 @@ async def test_worker_may_leave_as_its_last_request_ends(autojump_clock: MockClo
         await rig.submit("r!", 100, 50)
         await rig.run_until("r!", "RUNNING")
         (live,) = rig.scheduler._requests.live.values()
-        rig.scheduler.worker_down("w0", 1, True)  # heard first, but the Request has heard its end before
-        await live.request.handle([messages.Faulted(1, "bad row"), messages.Released(1, 0)])
+        rig.scheduler.worker_down("w0", 1, True)  # arrives first; what the step of the Request returns is heard before
+        live.request.tell(messages.Faulted(1, "bad row"))
+        live.request.tell(messages.Released(1, 0))
         link.cut()
         await rig.settle()
         assert rig.state("r!") == "FAILED"
