@@ -263,9 +263,7 @@ class Dispatch:
         """Its worker is told to leave, or what was taken for sent is given up."""
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=True)
-            effects = released._replace(
-                tells=(AddressedOrder(entry.request_index, RetractOrder(False, entry.ordered, reason)),)
-            )
+            effects = released._replace(tells=(AddressedOrder(entry.request_index, RetractOrder(False, reason)),))
         else:
             self.placement_table.demote(entry)
             note = journal.RequestDeparted(entry.request_index, 0)
@@ -365,7 +363,7 @@ class Dispatch:
 
     def retract(self, entry: RequestEntry, *, keep: bool, hold: bool, reason: str) -> Effects:
         self._hold(entry, entry.ordered.held or hold)
-        tell = AddressedOrder(entry.request_index, RetractOrder(keep, entry.ordered, reason))
+        tell = AddressedOrder(entry.request_index, RetractOrder(keep, reason))
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=not keep)
             return Effects((), (tell,))
@@ -373,7 +371,7 @@ class Dispatch:
 
     def resume(self, entry: RequestEntry, reason: str) -> Effects:
         self._hold(entry, False)
-        return Effects((), (AddressedOrder(entry.request_index, ResumeOrder(entry.ordered, reason)),))
+        return Effects((), (AddressedOrder(entry.request_index, ResumeOrder(reason)),))
 
     def _hold(self, entry: RequestEntry, is_held: bool) -> None:
         self.dirty = True
@@ -476,7 +474,7 @@ class Dispatch:
                     entry.request_index, MemoryGiven(Resize(entry.placement, hot_size.hot_slots, hot_size.hot_chunks))
                 )
             case decisions.RetractDecision(_, keep, _, reason):
-                return AddressedOrder(entry.request_index, RetractOrder(keep, entry.ordered, reason))
+                return AddressedOrder(entry.request_index, RetractOrder(keep, reason))
             case decisions.DemoteDecision():
                 return AddressedOrder(entry.request_index, RowsGivenUp(decision.reason))
 

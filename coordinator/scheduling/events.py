@@ -28,7 +28,7 @@ from protocol.units import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
-    from coordinator.journal.records import RequestFacts, RequestOrdered
+    from coordinator.journal.records import RequestFacts
     from coordinator.memory.prefix_index import Chain, Match
     from coordinator.scheduling.effects import LedgerStep, WorkerSend
 
@@ -350,17 +350,15 @@ class MemoryGiven(msgspec.Struct, frozen=True):
 
 
 class RetractOrder(msgspec.Struct, frozen=True):
-    """Leave the worker, or stay away from it. `keep` host rows; `ordered` says whether it is held until resumed."""
+    """Leave the worker, or stay away from it. `keep` host rows."""
 
     keep: bool
-    ordered: RequestOrdered
     reason: str
 
 
 class ResumeOrder(msgspec.Struct, frozen=True):
-    """An operator holds it no more, as `ordered` says."""
+    """An operator holds it no more."""
 
-    ordered: RequestOrdered
     reason: str
 
 

@@ -120,4 +120,4 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Le
 def _tells(entry: RequestEntry, it: InventoryRow, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
     resize = Resize(entry.placement, *it.resizing) if it.resizing else None
     adopted = PlacementAdopted(entry.placement, it.is_staged, it.is_started, it.is_parked, resize, grant)
-    return [adopted, RetractOrder(True, entry.ordered, "a grant was lost")] if is_torn else [adopted]
+    return [adopted, RetractOrder(True, "a grant was lost")] if is_torn else [adopted]

@@ -169,9 +169,9 @@ def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Pl
     ended, facts = record.ended, record.facts
     assert ended is not None
     at = ended.at_s - place.wall_offset_s
-    state = _state_of(record, place)
-    state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
     entry = RequestEntry(facts, record.ordered, ended.generated_tokens)
+    state = _state_of(entry, place)
+    state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
     live = LiveRequest(facts, state, place.make_request(state, None), entry, b"")
     place.requests.add_ended(live, at)
     if (
@@ -206,7 +206,9 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
     if placed is not None:
         transfer_id = placed.transfer_id if record.on_worker else placed.placement
         entry.transfer_id = transfer_id if transfer_id in dispatch.placement_table.transfers else 0
-    state = _state_of(record, place)
+    dispatch.placement_table.recover_orders(entry, ordered)
+    place.token_log.hold(facts.request_index, ordered.held)
+    state = _state_of(entry, place)
     worker = dispatch.placement_table.workers.get(placed.worker) if placed and record.on_worker else None
     if worker is not None and placed and worker.epoch != placed.epoch:
         worker = None
@@ -214,37 +216,27 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
     live = LiveRequest(facts, state, request, entry, record.prompt, grammar=record.grammar)
     place.requests.add(live)
     if placed and record.on_worker:
-        effects = _restore_placed(placed, ordered, record, live, worker, journal_state, place)
-    else:
-        effects = _restore_waiting(placed, ordered, record, live, journal_state, place)
-    dispatch.placement_table.recover_orders(entry, ordered)
-    place.token_log.hold(facts.request_index, ordered.held)
-    return effects
+        return _restore_placed(placed, record, live, worker, journal_state, place)
+    return _restore_waiting(placed, record, live, journal_state, place)
 
 
 def _restore_waiting(
     placed: journal.RequestPlaced | None,
-    ordered: journal.RequestOrdered,
     record: RequestRecord,
     live: LiveRequest,
     journal_state: JournalState,
     place: Place,
 ) -> Effects:
     """Keeping what is left of `placed`, if anything is."""
-    entry, kept_tokens = live.entry, record.kept_tokens if placed else 0
+    entry, ordered, kept_tokens = live.entry, live.entry.ordered, record.kept_tokens if placed else 0
     if placed is not None:
         pages = journal_state.ledgers[placed.node].held(placed.placement).host_pages
         place.dispatch.placement_table.recover_kept(
             entry, placed.node, placed.placement, kept_tokens, pages, record.first_token if kept_tokens else NO_TOKEN
         )
     prefills_only = placed is not None and placed.prefills_only
-    live.state.recover_waiting(
-        place.now,
-        ordered=ordered,
-        kept_tokens=kept_tokens,
-        prefills_only=prefills_only,
-        known=_in_words(record, entry.generated),
-    )
+    known = _in_words(record, entry.generated)
+    live.state.recover_waiting(place.now, kept_tokens=kept_tokens, prefills_only=prefills_only, known=known)
     if ordered.outcome:
         return place.dispatch.end(entry, ordered.outcome, ordered.reason)
     return Effects()
@@ -252,7 +244,6 @@ def _restore_waiting(
 
 def _restore_placed(
     placed: journal.RequestPlaced,
-    ordered: journal.RequestOrdered,
     record: RequestRecord,
     live: LiveRequest,
     worker: WorkerEntry | None,
@@ -261,6 +252,7 @@ def _restore_placed(
 ) -> Effects:
     """Restore a request on `worker`, or (None) on one that the earlier incarnation had lost."""
     placement_table, entry, facts = place.dispatch.placement_table, live.entry, live.facts
+    ordered = entry.ordered
     ledger = journal_state.ledgers[placed.node]
     memory = ledger.held(placed.placement)
     placement_table.recover_placed(
@@ -274,7 +266,6 @@ def _restore_placed(
         placed.placement,
         placed.worker,
         staged=staged,
-        ordered=ordered,
         own_tokens=facts.part_of_prompt(placed.durable_tokens),
         prefills_only=placed.prefills_only,
         known=_in_words(record, entry.generated),
@@ -300,5 +291,6 @@ def _in_words(record: RequestRecord, generated: int) -> str:
     return f"{text}, {record.strikes} strike{'s' * (record.strikes != 1)}, the last when {record.killed} died"
 
 
-def _state_of(record: RequestRecord, place: Place) -> RequestState:
-    return RequestState(record.facts, now=record.facts.at_s - place.wall_offset_s, reason=record.facts.submission)
+def _state_of(entry: RequestEntry, place: Place) -> RequestState:
+    facts = entry.facts
+    return RequestState(facts, now=facts.at_s - place.wall_offset_s, reason=facts.submission, entry=entry)

@@ -8,8 +8,9 @@ from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from basics.request_states import ACTIVE, RESUMABLE, TERMINAL, WAITING, State, state_text
-from coordinator.journal.records import RequestFacts, RequestOrdered
+from coordinator.journal.records import RequestFacts
 from coordinator.journal.state import no_order
+from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.events import (
     Admitted,
     Ending,
@@ -83,12 +84,12 @@ class Transition(NamedTuple):
 
 
 class RequestState:
-    """One request. `handle` is the only way to change it."""
+    """One request. `handle` is the only way to change it, but for `entry`, which is the Scheduler's."""
 
-    def __init__(self, facts: RequestFacts, *, now: float, reason: str = "") -> None:
+    def __init__(self, facts: RequestFacts, *, now: float, reason: str = "", entry: RequestEntry | None = None) -> None:
         self.facts = facts
+        self.entry = entry or RequestEntry(facts, no_order(facts.request_index))
         self.state = State.QUEUED
-        self.ordered = no_order(facts.request_index)  # the latest record of the Scheduler's that it has heard of
         self.keep = False  # what RETRACTING is to do with the rows
         self.placement = 0  # 0: on no worker
         self.worker = ""
@@ -120,13 +121,12 @@ class RequestState:
         self,
         now: float,
         *,
-        ordered: RequestOrdered,
         kept_tokens: int,
         prefills_only: bool = False,
         known: str = "",
     ) -> None:
         """It was on no worker when the coordinator stopped."""
-        self.ordered, self.kept_tokens, self.prefills_only = ordered, kept_tokens, prefills_only
+        self.kept_tokens, self.prefills_only = kept_tokens, prefills_only
         self._move(WAIT, now, "recovered", _restarted(known, f"{kept_tokens} rows kept" if kept_tokens else ""))
 
     def recover_placed(
@@ -136,7 +136,6 @@ class RequestState:
         worker: str,
         *,
         staged: bool,
-        ordered: RequestOrdered,
         own_tokens: int = 0,
         prefills_only: bool = False,
         known: str = "",
@@ -144,9 +143,9 @@ class RequestState:
         """It was on a worker that is yet to be heard. How far it is there, `PlacementAdopted` will say; told to leave
         in the earlier incarnation, it is leaving."""
         self.placement, self.worker, self.keep, self.staging = placement, worker, True, not staged
-        self.ordered, self.prefills_only, self.own_tokens = ordered, prefills_only, own_tokens
+        self.prefills_only, self.own_tokens = prefills_only, own_tokens
         self._move(
-            State.RETRACTING if ordered.held else HAND_ON if staged else State.PREFILLING,
+            State.RETRACTING if self.entry.ordered.held else HAND_ON if staged else State.PREFILLING,
             now,
             "recovered",
             _restarted(known, f"on {worker}, which is awaited"),
@@ -167,7 +166,7 @@ class RequestState:
     @property
     def held(self) -> bool:
         """Return whether it waits, or will once it has left its worker, for an operator to resume it."""
-        return self.ordered.held and self.state in RESUMABLE
+        return self.entry.ordered.held and self.state in RESUMABLE
 
     def check_command(self, command: RequestCommand) -> None:
         """Raise WrongState, naming id, state and remedy, when an operator may not ask for `command` now."""
@@ -370,7 +369,6 @@ class RequestState:
     def _retract(self, event: RetractOrder, target: Target, _: Rows, now: float) -> list[Action]:
         if self.state in TERMINAL or self.state is State.RELEASING:
             return []
-        self.ordered = event.ordered
         if self.state in WAITING:
             self._move(target, now, EventKind.RETRACT, event.reason)
             return []
@@ -383,8 +381,7 @@ class RequestState:
         return [messages.Withdraw(self.placement)]
 
     def _resume(self, event: ResumeOrder, target: Target, _: Rows, now: float) -> list[Action]:
-        is_held, self.ordered = self.held, event.ordered
-        if is_held:
+        if self.state in RESUMABLE:
             self._move(target, now, EventKind.RESUME, event.reason)
         return []
 

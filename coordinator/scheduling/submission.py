@@ -94,7 +94,7 @@ class Submissions:
         entry = placement_table.add(facts)
         entry.chain, entry.matches = ask.chain, ask.matches
         self.dispatch.dirty = True
-        state = RequestState(facts, now=now, reason=facts.submission)
+        state = RequestState(facts, now=now, reason=facts.submission, entry=entry)
         live = LiveRequest(facts, state, self.start(state), entry, submit.prompt, grammar=sampling.grammar)
         self.requests.add(live)
         return Handle(request_id, request_index), self.journal.append([RequestAccepted(submitted, submit.prompt)])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from coordinator.journal.records import RequestAccepted, RequestFacts, RequestOrdered, digest_of
 from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.events import ResumeOrder, RetractOrder
 from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_state import Action, RequestState, Rows
 from protocol import messages
 
 
@@ -59,9 +62,24 @@ def make_ordered(request_index: int = 3, *, held: bool) -> RequestOrdered:
     return RequestOrdered(request_index, held, messages.NO_HOT_BUFFER)
 
 
-def retract(keep: bool, held: bool, reason: str) -> RetractOrder:
-    return RetractOrder(keep, make_ordered(held=held), reason)
+class OrderOf(NamedTuple):
+    """An order of an operator's, and whether the request is held with it."""
+
+    held: bool
+    order: RetractOrder | ResumeOrder
 
 
-def resume(reason: str) -> ResumeOrder:
-    return ResumeOrder(make_ordered(held=False), reason)
+def retract(keep: bool, held: bool, reason: str) -> OrderOf:
+    return OrderOf(held, RetractOrder(keep, reason))
+
+
+def resume(reason: str) -> OrderOf:
+    return OrderOf(False, ResumeOrder(reason))
+
+
+def handle(request: RequestState, event: object, rows: Rows, now: float) -> list[Action]:
+    """Have `request` handle `event`; what is ordered has changed before, as the Scheduler does it."""
+    if isinstance(event, OrderOf):
+        request.entry.ordered = make_ordered(held=event.held)
+        event = event.order
+    return request.handle(event, rows, now)  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ STATES: Final = (
 #: Counts of swap-ins and drafts are written as they arrive, by the task of the worker link, like tokens in the token
 #: log.
 #: The ledgers in the journal's state are the HostPools'; which ledger it is counts.
-LEFT_OUT: Final = {(LiveRequest, "swaps"), (LiveRequest, "drafts"), (LiveRequest, "state")}
+LEFT_OUT: Final = {(LiveRequest, "swaps"), (LiveRequest, "drafts"), (LiveRequest, "state"), (RequestState, "entry")}
 
 
 def image_of(value: object, *, foreign: tuple[type, ...] = (), _seen: set[int] | None = None) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -29,7 +27,8 @@ from coordinator.scheduling.request_state import HISTORY_LINES_MAX, Action, Ille
 from protocol import messages
 from protocol.errors import InternalError, WrongState
 from protocol.units import PAGE_TOKENS
-from tests.support.facts import make_facts, make_ordered, resume, retract
+from tests.support.facts import handle, make_facts, make_ordered, resume, retract
+from tests.support.ownership import image_of
 
 PROMPT = 100
 
@@ -75,7 +74,7 @@ class History:
         done: list[Action] = []
         for event in events:
             self.now += 1.0
-            done += self.request.handle(event, self.rows, self.now)  # type: ignore[arg-type]
+            done += handle(self.request, event, self.rows, self.now)
             self.request.check_invariants()
         return done
 
@@ -328,15 +327,15 @@ def test_event_of_a_departed_placement_is_ignored(event: messages.Event) -> None
 def test_illegal_event_is_refused_with_the_history() -> None:
     history = History()
     history.tell(admit(1))
-    before = copy.deepcopy(history.request.__dict__)
+    before = image_of(history.request)
     with pytest.raises(
         IllegalEventError, match=r"started cannot come to a request that is PREFILLING .*submitted admitted"
     ):
         history.tell(messages.Started(1))
-    assert history.request.__dict__ == before
+    assert image_of(history.request) == before
     with pytest.raises(InternalError, match="admitted cannot come"):
         history.tell(admit(2))
-    assert history.request.__dict__ == before
+    assert image_of(history.request) == before
 
 
 @pytest.mark.parametrize(
@@ -367,7 +366,7 @@ def test_operator_commands_are_checked_against_the_state(command: RequestCommand
             with pytest.raises(WrongState, match=f"cannot {command.value} a request that is {state}") as caught:
                 request.check_command(command)
             assert caught.value.remedy
-    request.state, request.ordered = State.RETRACTED, make_ordered(3, held=True)
+    request.state, request.entry.ordered = State.RETRACTED, make_ordered(3, held=True)
     request.check_command(RequestCommand.RESUME)
     with pytest.raises(WrongState, match="cannot retract a request that is HELD"):
         request.check_command(RequestCommand.RETRACT)
@@ -406,11 +405,11 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     def tell(self, event: object) -> None:
         self.now += 1.0
-        before = copy.deepcopy(self.request.__dict__)
+        before = image_of(self.request)
         try:
-            self.done += self.request.handle(event, self.rows, self.now)  # type: ignore[arg-type]
+            self.done += handle(self.request, event, self.rows, self.now)
         except IllegalEventError:
-            assert self.request.__dict__ == before
+            assert image_of(self.request) == before
 
     @precondition(lambda self: self.request.state in WAITING and not self.request.held)
     @rule(prefills_only=st.booleans())

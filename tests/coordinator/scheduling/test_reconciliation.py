@@ -180,7 +180,8 @@ def test_worker_that_claims_too_much_is_refused(claims: InventoryRow) -> None:
 
 def recovered_state(*, hold: bool = False, outcome: str = "") -> RequestState:
     state = RequestState(make_facts(7, 100), now=0.0)
-    state.recover_placed(1.0, 1, "w0", staged=False, ordered=make_ordered(7, held=hold))
+    state.entry.ordered = make_ordered(7, held=hold)
+    state.recover_placed(1.0, 1, "w0", staged=False)
     if outcome:
         state.recover_ending(1.0, outcome, "abort by me")
     state.check_invariants()

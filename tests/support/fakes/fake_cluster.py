@@ -215,9 +215,9 @@ class FakeCluster:
             prefill_mode=prefill_mode,
             tenant=tenant,
         )
-        table.add(facts)
+        entry = table.add(facts)
         self.live[request_index] = FakeLive(
-            RequestState(facts, now=self.now),
+            RequestState(facts, now=self.now, entry=entry),
             messages.Sampling(max_tokens=max_tokens),
             np.arange(prompt_tokens, dtype=np.int32).tobytes(),
         )
