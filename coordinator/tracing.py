@@ -122,7 +122,7 @@ class RequestTrace:
     def _begun(self, line: Transition, at_s: float, state: RequestState, generated: int) -> _Stage:
         before = self._stage.state if self._stage is not None else ""
         resumes = line.state == State.READY and before == State.RETRACTED
-        attributes: dict[str, AttributeValue] = {"hisparse.worker": state.worker} if state.worker else {}
+        attributes: dict[str, AttributeValue] = {"hisparse.worker": worker} if (worker := state.active_worker) else {}
         if line.state == State.RETRACTED:
             attributes |= {"hisparse.kept_tokens": state.kept_tokens, "hisparse.held": state.held}
         return _Stage(line.state, RESUME if resumes else STAGES[line.state], at_s, generated, attributes)

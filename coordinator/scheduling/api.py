@@ -148,7 +148,7 @@ class SchedulerApi(Actor[Message]):
         which pages are not to be trusted. What a request keeps that was on a worker when it died is never cached."""
         for live in [*self._requests.live.values()]:
             await trio.lowlevel.checkpoint()
-            if live.entry.strikes:
+            if live.state.strikes:
                 continue
             scope = self._prefix_reuse.scope_of(live.facts)
             chain = await self._chain_of(live.prompt, scope, {}) if scope is not None else None

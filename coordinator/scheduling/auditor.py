@@ -127,11 +127,11 @@ class Auditor:
     def _is_to_come(self, placement: int) -> bool:
         """Its memory is given and its Request has yet to send the Admit, which then goes behind an Audit sent now."""
         live = self._requests.by_placement.get(placement)
-        return live is not None and live.state.placement != placement
+        return live is not None and not live.state.is_placed
 
     def _is_resizing(self, placement: int) -> bool:
         live = self._requests.by_placement.get(placement)
-        return live is not None and live.entry.resizing is not None
+        return live is not None and live.state.resizing is not None
 
     def _awaited(self, node: str) -> list[int]:
         kept = [entry.placement for entry in self._placement_table.kept.values() if entry.node == node]
@@ -163,9 +163,9 @@ class Auditor:
         if difference.kind == STRAY and worker is not None:
             worker.port.send(Withdraw(placement))
         elif difference.kind == UNRELEASED and live is not None:
-            live.request.tell(Released(placement, self._token_log.durable(live.entry.request_index)))
+            live.request.tell(Released(placement, self._token_log.durable(live.state.request_index)))
         elif difference.kind in (UNRELEASED, ORPHAN):
-            note = journal.RequestDeparted(live.entry.request_index, 0) if live is not None else None
+            note = journal.RequestDeparted(live.state.request_index, 0) if live is not None else None
             return [LedgerStep(node, Release(placement), note)]
         return []
 

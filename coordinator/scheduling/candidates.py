@@ -15,13 +15,14 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from coordinator.memory.ledger import NO_PAGES
-from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.following import Leaders
 from coordinator.scheduling.free_memory import FreeMemory, PlacementAsk
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import given_sizes, is_pinned, size_at_floor
 from coordinator.scheduling.prefill_costs import REST_TOKENS_MAX, PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
+from coordinator.scheduling.request_state import EntryPhase, RequestState
 from coordinator.scheduling.shortcut import Standing, WorkerOrder
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import (
@@ -78,7 +79,7 @@ class Candidates:
         """One request more was promised to that worker."""
         self._promised[decoder] += 1
 
-    def of(self, entry: RequestEntry) -> list[PlacementAsk]:
+    def of(self, entry: RequestState) -> list[PlacementAsk]:
         """Each worker, or pair of workers, that could take `entry` on if it were empty."""
         if entry.pages and not entry.transfer_id and entry.own_pages:
             return self._behind_own(entry)
@@ -89,7 +90,7 @@ class Candidates:
             return asks
         return asks + self._pairs(entry)
 
-    def of_part(self, entry: RequestEntry, part: str) -> list[PlacementAsk]:
+    def of_part(self, entry: RequestState, part: str) -> list[PlacementAsk]:
         """Each worker that takes requests and does `part` of what is to be done: PREFILL, DECODE, or BOTH."""
         # by identity of the sizes, and by hot floor: most workers share them
         shapes: dict[tuple[int, int | None], Shape | None] = {}
@@ -111,7 +112,7 @@ class Candidates:
                 asks.append(ask)
         return asks
 
-    def _behind_own(self, entry: RequestEntry) -> list[PlacementAsk]:
+    def _behind_own(self, entry: RequestState) -> list[PlacementAsk]:
         """Return what `of` does, for a request that kept the first pages of its prompt: the rest is computed behind
         them."""
         if self._takes_steps(entry.facts.prompt_tokens - entry.kept_tokens):
@@ -120,7 +121,7 @@ class Candidates:
             return []
         return self.of_part(entry, BOTH)
 
-    def _pairs(self, entry: RequestEntry) -> list[PlacementAsk]:
+    def _pairs(self, entry: RequestState) -> list[PlacementAsk]:
         """Two workers, one to prefill and one to decode: for each of the first the best of the second, of its node if
         there is one, or else of another that can take its rows in."""
         is_direct = entry.facts.prefill_mode == DIRECT
@@ -143,7 +144,7 @@ class Candidates:
                 pairs.append(PlacementAsk(worker, pages, [NO_HOT_SIZE], need, 0, decoder, share))
         return pairs
 
-    def plain(self, entry: RequestEntry) -> PlacementAsk | None:
+    def plain(self, entry: RequestState) -> PlacementAsk | None:
         """The preferred one that fits a plain request (coordinator.scheduling.shortcut), without a look at all workers;
         None: look at them."""
         mode = entry.facts.prefill_mode
@@ -154,7 +155,7 @@ class Candidates:
         asks = [ask for order in self._worker_orders() if (ask := self._first_of(order, entry)) is not None]
         return max(asks, key=lambda ask: (self._preference(ask), self._index_of[ask.worker.name]), default=None)
 
-    def could_begin_anew(self, entry: RequestEntry) -> bool:
+    def could_begin_anew(self, entry: RequestState) -> bool:
         """Return whether there are workers that could take it on from its prompt, were they empty."""
 
         def able(part: str) -> list[WorkerEntry]:
@@ -170,7 +171,7 @@ class Candidates:
 
     # ---------------------------------------------------------------- what one worker would be asked
 
-    def shape(self, entry: RequestEntry, worker: WorkerEntry, part: str) -> Shape | None:
+    def shape(self, entry: RequestState, worker: WorkerEntry, part: str) -> Shape | None:
         """Return the memory that the request needs on `worker`; None if it exceeds the worker's capacity."""
         length = entry.length
         if misfit(length, worker.capacity, worker.name, part):
@@ -179,12 +180,12 @@ class Candidates:
         hot_sizes = self._hot_sizes(entry, pages, worker)
         return Shape(pages, hot_sizes, first_memory(pages, entry.pages, hot_sizes[0]))
 
-    def _hot_sizes(self, entry: RequestEntry, pages: int, worker: WorkerEntry) -> list[HotSize]:
+    def _hot_sizes(self, entry: RequestState, pages: int, worker: WorkerEntry) -> list[HotSize]:
         if is_pinned(entry, worker):
             return [forced_hot_size(entry.ordered.forced_slots, pages)]
         return given_sizes(pages, worker)
 
-    def _sharing(self, entry: RequestEntry, ask: PlacementAsk, *, by_steps: bool) -> PlacementAsk:
+    def _sharing(self, entry: RequestState, ask: PlacementAsk, *, by_steps: bool) -> PlacementAsk:
         """Return `ask`, beginning with what is cached on its node; `by_steps`: a short rest may go through steps."""
         share = self._prefix_reuse.match(entry, ask.worker.node)
         if not share.size:
@@ -194,7 +195,7 @@ class Candidates:
         need = replace(ask.need, host_pages=ask.need.host_pages - share.size)
         return PlacementAsk(ask.worker, ask.pages, ask.hot_sizes, need, ask.spare_chunks, ask.decoder, share, by_steps)
 
-    def _with_margin(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
+    def _with_margin(self, entry: RequestState, ask: PlacementAsk) -> PlacementAsk:
         """Add what better-ranked requests may still come to need, so that they will not displace it again."""
         target = ask.worker
         chunks = index_pages = host_pages = 0
@@ -208,7 +209,7 @@ class Candidates:
                     chunks += max(0, least_chunks(ahead.length, worker.capacity) - ahead.chunks)
         return ask._replace(need=ask.need.plus(Memory(host_pages, chunks, index_pages)), spare_chunks=chunks)
 
-    def _above_floor(self, entry: RequestEntry, ask: PlacementAsk) -> PlacementAsk:
+    def _above_floor(self, entry: RequestState, ask: PlacementAsk) -> PlacementAsk:
         """Add what requests ahead of it there lack of their hot floor and, for one that left for their sake, what
         residents among them need soon, so that it does not leave again at once."""
         worker = ask.worker
@@ -290,11 +291,11 @@ class Candidates:
 
     # ---------------------------------------------------------------- plain requests
 
-    def _begins_new(self, entry: RequestEntry) -> bool:
+    def _begins_new(self, entry: RequestState) -> bool:
         """Return whether nothing of its prompt is cached anywhere, nor may be about to be."""
         return not self._prefix_reuse.is_begun(entry) and not self._leaders.may_lead(entry)
 
-    def _first_of(self, order: WorkerOrder, entry: RequestEntry) -> PlacementAsk | None:
+    def _first_of(self, order: WorkerOrder, entry: RequestState) -> PlacementAsk | None:
         """Return what it asks of the first worker in `order`, which has workers of equal sizes."""
         shape = self.shape(entry, order.any, BOTH)
         if shape is None:

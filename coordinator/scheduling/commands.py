@@ -26,7 +26,7 @@ def carry_out(
     lives = find(ask, requests)
     if ask.command is RequestCommand.RESIZE:
         for live in lives:
-            check_size(ask.hot_slots, live.facts.request_id, live.entry.length, capacities)
+            check_size(ask.hot_slots, live.facts.request_id, live.state.length, capacities)
     effects = [_apply(ask, live, dispatch) for live in lives]
     return effects, tuple(f"{live.facts.request_id}: {_promise(ask, live)}" for live in lives)
 
@@ -79,19 +79,19 @@ def _apply(ask: CommandAsk, live: LiveRequest, dispatch: Dispatch) -> Effects:
     reason = f"{ask.command.value} by {ask.owner}"
     match ask.command:
         case RequestCommand.ABORT:
-            return dispatch.end(live.entry, "ABORTED", reason)
+            return dispatch.end(live.state, "ABORTED", reason)
         case RequestCommand.RETRACT:
-            return dispatch.retract(live.entry, keep=ask.keep, hold=ask.hold, reason=reason)
+            return dispatch.retract(live.state, keep=ask.keep, hold=ask.hold, reason=reason)
         case RequestCommand.RESUME:
-            return dispatch.resume(live.entry, reason)
+            return dispatch.resume(live.state, reason)
         case RequestCommand.RESIZE:
-            return dispatch.force(live.entry, ask.hot_slots)
+            return dispatch.force(live.state, ask.hot_slots)
 
 
 def _promise(ask: CommandAsk, live: LiveRequest) -> str:
     match ask.command:
         case RequestCommand.ABORT:
-            return "aborted once its memory is released" if live.state.placement else "aborted"
+            return "aborted once its memory is released" if live.state.is_placed else "aborted"
         case RequestCommand.RETRACT:
             return f"retracted, rows {'kept' if ask.keep else 'dropped'}{', held until resumed' if ask.hold else ''}"
         case RequestCommand.RESUME:
@@ -104,9 +104,9 @@ def _promise(ask: CommandAsk, live: LiveRequest) -> str:
 
 def _resumed(live: LiveRequest) -> str:
     """Say what becomes of a request that is held no longer; its rows are known once it has left its worker."""
-    if live.state.placement:
+    if live.state.is_placed:
         return "held no longer, runs again once it has left its worker and memory is free"
-    if rows := live.entry.kept_tokens:
+    if rows := live.state.kept_tokens:
         return f"held no longer, its {rows} rows were kept, runs as soon as memory is free"
     return "held no longer, its prompt is prefilled again as soon as memory is free"
 
@@ -137,7 +137,7 @@ def check_size(
 
 def is_set_aside(live: LiveRequest) -> bool:
     """Held, and on no worker: a stop does not wait for it."""
-    return live.state.held and not live.state.placement
+    return live.state.held and not live.state.is_placed
 
 
 def drain_promise(ask: DrainAsk, requests: int) -> str:

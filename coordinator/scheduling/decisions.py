@@ -8,7 +8,8 @@ from typing import Final, TypeAlias
 import msgspec
 
 from coordinator.memory.ledger import NO_PAGES
-from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
+from coordinator.scheduling.request_state import RequestState
 from protocol.arrays import Int32Array
 from protocol.messages import NO_TOKEN, FirstToken
 from protocol.sizing import HotSize, Memory
@@ -30,7 +31,7 @@ class AdmitDecision(msgspec.Struct, frozen=True):
     with them: they hold `durable_tokens` rows. `decoder` names the worker for which a prompt is prefilled on another;
     on another node its rows go there by `transfer_id`. With `share`, cached pages, the list begins."""
 
-    entry: RequestEntry
+    entry: RequestState
     worker: WorkerEntry
     placement: int
     take_over: int | None
@@ -54,14 +55,14 @@ class AdmitDecision(msgspec.Struct, frozen=True):
 
 
 class GrowDecision(msgspec.Struct, frozen=True):
-    entry: RequestEntry
+    entry: RequestState
     more: Memory
 
 
 class ResizeDecision(msgspec.Struct, frozen=True):
     """`more` chunks are to be reserved first when it grows."""
 
-    entry: RequestEntry
+    entry: RequestState
     hot_size: HotSize
     more: int
 
@@ -82,7 +83,7 @@ DISPLACING: Final = frozenset({Cause.GPU_MEMORY, Cause.HOST_PAGES})
 
 
 class RetractDecision(msgspec.Struct, frozen=True):
-    entry: RequestEntry
+    entry: RequestState
     keep: bool
     cause: Cause
     reason: str
@@ -91,7 +92,7 @@ class RetractDecision(msgspec.Struct, frozen=True):
 class DemoteDecision(msgspec.Struct, frozen=True):
     """`placement` is the departed one under which `node` keeps its pages."""
 
-    entry: RequestEntry
+    entry: RequestState
     node: str
     placement: int
     reason: str

@@ -26,14 +26,7 @@ from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling import decisions
 from coordinator.scheduling.effects import LedgerStep, WorkerSend
-from coordinator.scheduling.entries import (
-    ON_WORKER,
-    EntryPhase,
-    InboundTransfer,
-    RequestEntry,
-    WorkerDrain,
-    WorkerEntry,
-)
+from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import (
     AddressedOrder,
     EndOrder,
@@ -52,6 +45,7 @@ from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import poison_reason
 from coordinator.scheduling.policy import Policy
 from coordinator.scheduling.prefix_reuse import OFF, PrefixReuse, own_unit
+from coordinator.scheduling.request_state import ON_WORKER, EntryPhase, RequestState
 from protocol.arrays import Int32Array
 from protocol.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
 from protocol.sizing import Memory
@@ -84,7 +78,7 @@ class Dispatch:
         ledgers: Mapping[str, Ledger],
         ahead_tokens: int,
         prefix_reuse: PrefixReuse | None = None,
-        makes_output_room: Callable[[RequestEntry], bool] = lambda _: True,
+        makes_output_room: Callable[[RequestState], bool] = lambda _: True,
         holds_output: Callable[[int, bool], None] = lambda _request_index, _is_held: None,
     ) -> None:
         """`makes_output_room`: see Policy. `holds_output` is told of each request that operators hold, or resume."""
@@ -145,7 +139,7 @@ class Dispatch:
         )
         return Effects(cached).plus(self._departed(entry, event, generated))
 
-    def prompt_rows(self, entry: RequestEntry, durable_tokens: int) -> Effects:
+    def prompt_rows(self, entry: RequestState, durable_tokens: int) -> Effects:
         """So many rows of a prompt that is being computed are durable: cache their pages, and look at who waits for
         them."""
         if entry.phase not in ON_WORKER:
@@ -161,7 +155,7 @@ class Dispatch:
             entry.chain = chain
             self.dirty = True
 
-    def _departed(self, entry: RequestEntry, event: PlacementEnded, generated: int) -> Effects:
+    def _departed(self, entry: RequestState, event: PlacementEnded, generated: int) -> Effects:
         if transfer_id := self.placement_table.transfer_of(entry):
             return self._departed_sender(entry, transfer_id, event, generated)
         kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
@@ -180,7 +174,7 @@ class Dispatch:
         return Effects((step,), (AddressedOrder(entry.request_index, RowsGivenUp("dropped")),) if dropped else ())
 
     def _departed_sender(
-        self, entry: RequestEntry, inbound: InboundTransfer, event: PlacementEnded, generated: int
+        self, entry: RequestState, inbound: InboundTransfer, event: PlacementEnded, generated: int
     ) -> Effects:
         """It has left the worker that was to send its rows away. They are taken for sent on that worker's word; whether
         they have arrived, the other one says."""
@@ -227,7 +221,7 @@ class Dispatch:
         self.placement_table.close_transfer(inbound)
         return _effects(LedgerStep(inbound.node, Release(inbound.placement)))
 
-    def _count_failure(self, entry: RequestEntry, reason: str) -> Effects:
+    def _count_failure(self, entry: RequestState, reason: str) -> Effects:
         entry.transfers_failed += 1
         if entry.transfers_failed < TRANSFERS_FAILED_MAX:
             entry.paused_until = self._now + TRANSFER_PAUSE_S * 2 ** (entry.transfers_failed - 1)
@@ -259,7 +253,7 @@ class Dispatch:
         released = Effects((LedgerStep(inbound.node, Release(inbound.placement)),))
         return released if entry is None else self._transfer_failed(entry, released, reason, is_lost=is_lost)
 
-    def _transfer_failed(self, entry: RequestEntry, released: Effects, reason: str, *, is_lost: bool) -> Effects:
+    def _transfer_failed(self, entry: RequestState, released: Effects, reason: str, *, is_lost: bool) -> Effects:
         """Its worker is told to leave, or what was taken for sent is given up."""
         if entry.phase in ON_WORKER:
             self.placement_table.leave(entry, frees_pages=True)
@@ -275,7 +269,7 @@ class Dispatch:
         return effects.plus(self._count_failure(entry, reason))
 
     @staticmethod
-    def _pages_kept(entry: RequestEntry, kept_tokens: int) -> int:
+    def _pages_kept(entry: RequestState, kept_tokens: int) -> int:
         """Those with rows; of a prompt that is handed over, all that were reserved for decoding it, unless its worker
         may still write there."""
         if kept_tokens and entry.prefills_only and not entry.lost:
@@ -286,7 +280,7 @@ class Dispatch:
         """The request is over; nothing of it is left anywhere."""
         self.placement_table.remove(self.placement_table.entries[request_index])
 
-    def starve(self, entry: RequestEntry) -> None:
+    def starve(self, entry: RequestState) -> None:
         """It is short of granted pages."""
         if entry.phase is EntryPhase.RUNNING or entry.phase is EntryPhase.STARTING:
             self.placement_table.starving[entry.request_index] = entry
@@ -338,7 +332,7 @@ class Dispatch:
         effects = Effects((*steps, *ends.steps), ends.tells, ends.sends)
         return effects.plus(self._tell_exited((worker, epoch))) if died else effects
 
-    def beside_lost(self, key: EpochKey) -> list[RequestEntry]:
+    def beside_lost(self, key: EpochKey) -> list[RequestState]:
         """Requests on the connected ranks of the group's life in which an epoch went down."""
         life = self.placement_table.poison_detector.life_of(key)
         ranks = [it for it in self.placement_table.workers.values() if life is not None and life_of(it) == life]
@@ -361,7 +355,7 @@ class Dispatch:
 
     # ---------------------------------------------------------------- from operators
 
-    def retract(self, entry: RequestEntry, *, keep: bool, hold: bool, reason: str) -> Effects:
+    def retract(self, entry: RequestState, *, keep: bool, hold: bool, reason: str) -> Effects:
         self._hold(entry, entry.ordered.held or hold)
         tell = AddressedOrder(entry.request_index, RetractOrder(keep, reason))
         if entry.phase in ON_WORKER:
@@ -369,16 +363,16 @@ class Dispatch:
             return Effects((), (tell,))
         return NOTHING._replace(tells=(tell,)) if keep else self._give_up(entry, reason, tell)
 
-    def resume(self, entry: RequestEntry, reason: str) -> Effects:
+    def resume(self, entry: RequestState, reason: str) -> Effects:
         self._hold(entry, False)
         return Effects((), (AddressedOrder(entry.request_index, ResumeOrder(reason)),))
 
-    def _hold(self, entry: RequestEntry, is_held: bool) -> None:
+    def _hold(self, entry: RequestState, is_held: bool) -> None:
         self.dirty = True
         self.placement_table.hold(entry, is_held)
         self._holds_output(entry.request_index, is_held)
 
-    def end(self, entry: RequestEntry, outcome: str, reason: str, cause: str = "") -> Effects:
+    def end(self, entry: RequestState, outcome: str, reason: str, cause: str = "") -> Effects:
         """Abort it, or fail it for `cause`, wherever it is."""
         self.dirty = True
         self.placement_table.order_end(entry, outcome, reason)
@@ -390,7 +384,7 @@ class Dispatch:
         self.placement_table.close(entry)
         return effects
 
-    def force(self, entry: RequestEntry, hot_slots: int) -> Effects:
+    def force(self, entry: RequestState, hot_slots: int) -> Effects:
         self.placement_table.force(entry, hot_slots)
         self.dirty = True
         return NOTHING
@@ -399,7 +393,7 @@ class Dispatch:
         self.placement_table.drain(worker, drain)
         self.dirty = True
 
-    def _give_up(self, entry: RequestEntry, reason: str, tell: AddressedOrder) -> Effects:
+    def _give_up(self, entry: RequestState, reason: str, tell: AddressedOrder) -> Effects:
         """A waiting request loses what it keeps."""
         if not entry.pages:
             return Effects((), (tell,))
@@ -478,7 +472,7 @@ class Dispatch:
             case decisions.DemoteDecision():
                 return AddressedOrder(entry.request_index, RowsGivenUp(decision.reason))
 
-    def _current(self, request_index: int, placement: int) -> RequestEntry | None:
+    def _current(self, request_index: int, placement: int) -> RequestState | None:
         entry = self.placement_table.entries.get(request_index)
         return entry if entry is not None and entry.phase in ON_WORKER and entry.placement == placement else None
 

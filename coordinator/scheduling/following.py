@@ -20,9 +20,9 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from coordinator.memory.prefix_index import Digest
-from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.prefix_reuse import PrefixReuse
+from coordinator.scheduling.request_state import RequestState
 from protocol.units import PAGE_TOKENS
 
 #: A follower goes on alone when no page has come for this long.
@@ -32,7 +32,7 @@ FOLLOW_LIMIT_S: Final = 10.0
 class Following(NamedTuple):
     """Wait of a follower: of `pages` that the prompts of both begin with, `present` are cached."""
 
-    leader: RequestEntry
+    leader: RequestState
     pages: int
     present: int
 
@@ -50,18 +50,18 @@ class Leaders:
     def __init__(self, placement_table: PlacementTable, prefix_reuse: PrefixReuse) -> None:
         self._placement_table = placement_table
         self._prefix_reuse = prefix_reuse
-        self._by_first: dict[Digest, list[RequestEntry]] | None = None
+        self._by_first: dict[Digest, list[RequestState]] | None = None
 
-    def begun(self, entry: RequestEntry) -> None:
+    def begun(self, entry: RequestState) -> None:
         """It was admitted by this plan, and may lead from now on."""
         if self._by_first is not None:
             self._list(entry, self._by_first)
 
-    def may_lead(self, entry: RequestEntry) -> bool:
+    def may_lead(self, entry: RequestState) -> bool:
         """Return whether any request under way may lead `entry`, on any node. Changes nothing."""
         return not entry.goes_alone and bool(self._candidates(entry))
 
-    def followed_by(self, entry: RequestEntry, nodes: Iterable[str], now: float) -> Following | None:
+    def followed_by(self, entry: RequestState, nodes: Iterable[str], now: float) -> Following | None:
         """Return what `entry`, which workers of `nodes` could take, is to wait for; None: it goes on alone."""
         if entry.chain is None or entry.pages or entry.goes_alone:
             return None
@@ -83,7 +83,7 @@ class Leaders:
             return None
         return best
 
-    def _candidates(self, entry: RequestEntry) -> list[Following]:
+    def _candidates(self, entry: RequestState) -> list[Following]:
         mine, last = entry.chain, (entry.facts.prompt_tokens - 1) // PAGE_TOKENS
         computing, found = self._placement_table.computing, list[Following]()
         if mine is None or not mine.digests or not last or not computing:
@@ -97,7 +97,7 @@ class Leaders:
                 found.append(Following(leader, self._prefix_reuse.whole(pages), 0))
         return found
 
-    def _beginning_with(self, first: Digest) -> list[RequestEntry]:
+    def _beginning_with(self, first: Digest) -> list[RequestState]:
         """Requests under way whose prompts begin with the page of this digest: of thousands that do not, none."""
         if self._by_first is None:
             self._by_first = {}
@@ -106,6 +106,6 @@ class Leaders:
         return self._by_first.get(first, [])
 
     @staticmethod
-    def _list(leader: RequestEntry, by_first: dict[Digest, list[RequestEntry]]) -> None:
+    def _list(leader: RequestState, by_first: dict[Digest, list[RequestState]]) -> None:
         if leader.chain is not None and leader.chain.digests:
             by_first.setdefault(leader.chain.digests[0], []).append(leader)

@@ -9,8 +9,9 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from coordinator.memory.ledger import NO_PAGES, Freeing, Ledger
-from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.following import Following
+from coordinator.scheduling.request_state import RequestState
 from protocol.arrays import Int32Array
 from protocol.sizing import HotSize, Memory
 
@@ -64,7 +65,7 @@ class PlanOutcome(NamedTuple):
 
     free: FreeMemory
     refused: Mapping[int, Refusal]
-    blocked: Mapping[str, RequestEntry]
+    blocked: Mapping[str, RequestState]
 
 
 class FreeMemory:

@@ -11,10 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import LinkStats
 from coordinator.scheduling.groups import GroupLife, life_of
 from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_state import EntryPhase, RequestState
 from coordinator.scheduling.throughput import LOOK_STEPS, FloorRoom, HotFloor, Look
 from protocol.messages import HotFloorRow
 from protocol.sizing import hot_sizes_for
@@ -117,10 +118,10 @@ class HotSizing:
         floor.look(look, self._room(ranks, running))
         return sum(_note(it, floor, look) for it in ranks) > 0
 
-    def _swaps(self, entry: RequestEntry) -> tuple[int, int, int]:
+    def _swaps(self, entry: RequestState) -> tuple[int, int, int]:
         return (entry.hot.hot_slots if entry.resizing is None else -1, *self._swaps_of(entry.request_index))
 
-    def _room(self, ranks: Sequence[WorkerEntry], running: Sequence[RequestEntry]) -> FloorRoom:
+    def _room(self, ranks: Sequence[WorkerEntry], running: Sequence[RequestState]) -> FloorRoom:
         """Return the room of the rank with the least, for the mean length there. Requests that wait are shared evenly
         among the workers that could take them."""
         capacities, pages = [it.capacity for it in ranks], max(1, round(sum(it.pages for it in running) / len(running)))

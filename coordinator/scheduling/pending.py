@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from msgspec.structs import replace
 
 from basics.request_states import PendingKind
-from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.groups import ranks_text
 from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_state import EntryPhase, RequestState
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import memory_of, misfit
 
@@ -82,9 +83,9 @@ class PendingReasons:
 
     # ---------------------------------------------------------------- histories
 
-    def due(self, now: float) -> list[tuple[RequestEntry, PendingReason]]:
+    def due(self, now: float) -> list[tuple[RequestState, PendingReason]]:
         """Requests that wait for something of a kind that their history does not name; from now on it is named."""
-        found: list[tuple[RequestEntry, PendingReason]] = []
+        found: list[tuple[RequestState, PendingReason]] = []
         for entry in self._candidates():
             if len(found) == NOTES_MAX:
                 break
@@ -95,7 +96,7 @@ class PendingReasons:
                 found.append((entry, reason))
         return found
 
-    def _candidates(self) -> Iterator[RequestEntry]:
+    def _candidates(self) -> Iterator[RequestState]:
         """Those whose wait has no reason yet, the first of all, and those that the last plan refused; each once, since
         its kind is noted the first time."""
         placement_table = self._placement_table
@@ -111,7 +112,7 @@ class PendingReasons:
 
     # ---------------------------------------------------------------- one request
 
-    def explain(self, entry: RequestEntry, now: float) -> PendingReason:
+    def explain(self, entry: RequestState, now: float) -> PendingReason:
         """Return the reason of a request that waits, or whose rows are on their way to where it will."""
         refusal = self._policy.outcome.refused.get(entry.request_index)
         if entry.ordered.held:
@@ -130,14 +131,14 @@ class PendingReasons:
             return self._unasked(entry, now)
         return self._shortage(entry, refusal)
 
-    def _suspect_reason(self, entry: RequestEntry) -> str:
+    def _suspect_reason(self, entry: RequestState) -> str:
         if entry in self._placement_table.poison_detector:
             return f"{entry.strikes} workers died with it: joins one once all requests there have come further"
         return "every worker that could take it has a request with which workers died, and which has not come further"
 
     # ---------------------------------------------------------------- short of memory
 
-    def _shortage(self, entry: RequestEntry, refusal: Refusal) -> PendingReason:
+    def _shortage(self, entry: RequestState, refusal: Refusal) -> PendingReason:
         """Return what is short on the worker, or the pair, that lacks least."""
         short = min((self._short(ask) for ask in refusal.asks), key=_lack)
         if not short:
@@ -176,7 +177,7 @@ class PendingReasons:
 
     # ---------------------------------------------------------------- no worker to ask
 
-    def _unasked(self, entry: RequestEntry, now: float) -> PendingReason:
+    def _unasked(self, entry: RequestState, now: float) -> PendingReason:
         """No worker was asked for memory: none is there, none can take it, others come first, another request computes
         the beginning of its prompt, or the token log has no room."""
         refusal = self._policy.outcome.refused.get(entry.request_index)
@@ -200,7 +201,7 @@ class PendingReasons:
             return unable._replace(text=unable.text + (f"; {_absent(others)}" if others else ""))
         return self._behind(entry, takers, now)
 
-    def _behind(self, entry: RequestEntry, takers: Sequence[WorkerEntry], now: float) -> PendingReason:
+    def _behind(self, entry: RequestState, takers: Sequence[WorkerEntry], now: float) -> PendingReason:
         blocked, nodes = self._policy.outcome.blocked, {it.node for it in takers}
         blockers = [
             it for node, it in blocked.items() if node in nodes and it.request_index in self._placement_table.entries
@@ -213,7 +214,7 @@ class PendingReasons:
         count = bisect_left(self._placement_table.waiting, entry.rank)
         return PendingReason(PendingKind.BEHIND, f"{count} waiting ahead of it, first {self._of_ahead(ahead, now)}")
 
-    def _of_ahead(self, ahead: RequestEntry, now: float) -> str:
+    def _of_ahead(self, ahead: RequestState, now: float) -> str:
         """The name and the reason of one request, for many that wait behind it."""
         outcome = self._policy.outcome
         if self._last[0] is not outcome or self._last[1:3] != (now, ahead.request_index):
@@ -270,7 +271,7 @@ def _kind_of_absence(workers: Sequence[WorkerEntry]) -> PendingKind:
     return PendingKind.GROUP if any(it.ranks_missing for it in workers) else PendingKind.RECONNECT
 
 
-def _unable(entry: RequestEntry, takers: Sequence[WorkerEntry]) -> PendingReason | None:
+def _unable(entry: RequestState, takers: Sequence[WorkerEntry]) -> PendingReason | None:
     """Why these workers could not take it on if they were empty; None: they could."""
     alone, pair = (BOTH,), (PREFILL, DECODE)
     by_mode = {STAGED: (alone,), DIRECT: (pair,)}
@@ -289,7 +290,7 @@ def _no_part(part: str) -> str:
     return f"no worker that takes requests {_PARTS[part]}"
 
 
-def _lacking(entry: RequestEntry, takers: Sequence[WorkerEntry], part: str) -> PendingReason | None:
+def _lacking(entry: RequestState, takers: Sequence[WorkerEntry], part: str) -> PendingReason | None:
     """Why none of them could do `part`, by the one that lacks least; None: one could."""
     able = [it for it in takers if it.capacity.role in (part, BOTH)]
     if not able:

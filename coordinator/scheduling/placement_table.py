@@ -17,11 +17,11 @@ from typing import Final
 from msgspec.structs import replace
 
 from coordinator.journal.records import DRAINS_MAX, RequestFacts, RequestOrdered
-from coordinator.journal.state import no_order
 from coordinator.memory.ledger import EpochKey, Ledger, follows
-from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
 from coordinator.scheduling.groups import life_of, missing_of, ranks_of
 from coordinator.scheduling.poison import PoisonDetector
+from coordinator.scheduling.request_state import EntryPhase, RequestState
 from coordinator.scheduling.turns import Owner, OwnerTurns
 from protocol.errors import InternalError
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, Rank
@@ -35,17 +35,17 @@ class PlacementTable:
     """All live requests and workers."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, RequestEntry] = {}
-        self.by_rank: dict[Rank, RequestEntry] = {}
+        self.entries: dict[int, RequestState] = {}
+        self.by_rank: dict[Rank, RequestState] = {}
         self.waiting: list[Rank] = []
         self.workers: dict[str, WorkerEntry] = {}
         self.changes = 0  # of `workers`: that one came or went
-        self.unexplained: dict[int, RequestEntry] = {}  # waiting, and no reason is in the history yet
-        self.starving: dict[int, RequestEntry] = {}
-        self.kept: dict[int, RequestEntry] = {}  # off their workers, with host pages
-        self.forcing: dict[int, RequestEntry] = {}  # an operator's hot size has yet to be applied
-        self.promised: dict[int, RequestEntry] = {}  # on one worker for their prompt, with a `decoder`
-        self.computing: dict[int, RequestEntry] = {}  # on a worker, their prompts not staged yet
+        self.unexplained: dict[int, RequestState] = {}  # waiting, and no reason is in the history yet
+        self.starving: dict[int, RequestState] = {}
+        self.kept: dict[int, RequestState] = {}  # off their workers, with host pages
+        self.forcing: dict[int, RequestState] = {}  # an operator's hot size has yet to be applied
+        self.promised: dict[int, RequestState] = {}  # on one worker for their prompt, with a `decoder`
+        self.computing: dict[int, RequestState] = {}  # on a worker, their prompts not staged yet
         self.transfers: dict[int, InboundTransfer] = {}  # by placement
         self.pids: OrderedDict[EpochKey, int] = OrderedDict()  # of epochs that went down without proof
         self.drains: OrderedDict[str, tuple[int, WorkerDrain]] = OrderedDict()  # with the epoch; of gone workers too
@@ -61,15 +61,15 @@ class PlacementTable:
         self._arrivals += 1
         return -priority, self._turns.next(priority, owner), self._arrivals
 
-    def add(self, facts: RequestFacts, generated: int = 0) -> RequestEntry:
-        """A new request, waiting."""
-        entry = RequestEntry(facts, no_order(facts.request_index), generated)
+    def add(self, facts: RequestFacts, now: float = 0.0) -> RequestState:
+        """Add a request that was submitted at `now`, waiting."""
+        entry = RequestState(facts, now=now, submitted=facts.submission)
         self.entries[facts.request_index] = self.by_rank[facts.rank] = self.unexplained[facts.request_index] = entry
         insort(self.waiting, facts.rank)
         self._turns.add(facts)
         return entry
 
-    def remove(self, entry: RequestEntry) -> None:
+    def remove(self, entry: RequestState) -> None:
         """The request is over and holds nothing."""
         self._unlist(entry)
         self.forcing.pop(entry.request_index, None)
@@ -80,7 +80,7 @@ class PlacementTable:
 
     def admit(
         self,
-        entry: RequestEntry,
+        entry: RequestState,
         worker: WorkerEntry,
         memory: Memory,
         hot_size: HotSize,
@@ -93,7 +93,9 @@ class PlacementTable:
         self._unlist(entry)
         self._placements += 1
         entry.phase, entry.worker, entry.node = EntryPhase.STARTING, worker.name, worker.node
-        entry.placement, entry.kept_tokens, entry.stranded_at = self._placements, 0, None
+        entry.own_tokens, entry.kept_tokens = entry.facts.part_of_prompt(entry.kept_tokens), 0
+        entry.placement, entry.stranded_at = self._placements, None
+        entry.prefills_only = hot_size.hot_slots == NO_HOT_BUFFER
         entry.first_token, entry.decoder, entry.reasons_told = NO_TOKEN, decoder, frozenset()
         if decoder:
             self.promised[entry.request_index] = entry
@@ -107,7 +109,7 @@ class PlacementTable:
         self._note_size(entry, worker)
         return entry.placement
 
-    def open_transfer(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> int:
+    def open_transfer(self, entry: RequestState, worker: WorkerEntry, pages: int) -> int:
         """`worker` is to take its rows in; returns the transfer's number. Before `admit`."""
         self._placements += 1
         inbound = InboundTransfer(self._placements, entry.request_index, worker.node, worker.name, worker.epoch, pages)
@@ -115,7 +117,7 @@ class PlacementTable:
         entry.transfer_id = inbound.placement
         return inbound.placement
 
-    def transfer_of(self, entry: RequestEntry) -> InboundTransfer | None:
+    def transfer_of(self, entry: RequestState) -> InboundTransfer | None:
         return self.transfers.get(entry.transfer_id)
 
     def close_transfer(self, inbound: InboundTransfer) -> None:
@@ -126,7 +128,7 @@ class PlacementTable:
             entry.transfer_id = 0
 
     def hand_over(
-        self, entry: RequestEntry, inbound: InboundTransfer, kept_tokens: int, first_token: FirstToken
+        self, entry: RequestState, inbound: InboundTransfer, kept_tokens: int, first_token: FirstToken
     ) -> None:
         """It is off its worker, and what it keeps is where its transfer is."""
         self.depart(entry, kept_tokens, inbound.pages, first_token)
@@ -136,21 +138,21 @@ class PlacementTable:
         """Those that the epoch has yet to let go."""
         return [it for it in self.transfers.values() if (it.worker, it.epoch) == (worker, epoch) and not it.arrived]
 
-    def stage(self, entry: RequestEntry) -> None:
+    def stage(self, entry: RequestState) -> None:
         """Its prompt is in host pages."""
         self.computing.pop(entry.request_index, None)
 
-    def start(self, entry: RequestEntry) -> None:
+    def start(self, entry: RequestState) -> None:
         """It joined the batch. Not so if it is leaving already."""
         if entry.phase is EntryPhase.STARTING:
             entry.phase = EntryPhase.RUNNING
 
-    def grow(self, entry: RequestEntry, more: Memory) -> None:
+    def grow(self, entry: RequestState, more: Memory) -> None:
         entry.pages += more.host_pages
         entry.hot = HotSize(entry.hot.hot_slots, entry.hot.hot_chunks + more.hot_chunks)
         self.starving.pop(entry.request_index, None)
 
-    def resize(self, entry: RequestEntry, hot_size: HotSize, now: float) -> None:
+    def resize(self, entry: RequestState, hot_size: HotSize, now: float) -> None:
         """A Resize is under way; `chunks` covers both sizes until `resized`."""
         worker = self.workers[entry.worker]
         if hot_size.hot_chunks < entry.hot.hot_chunks:
@@ -158,7 +160,7 @@ class PlacementTable:
         entry.resizing = hot_size
         worker.resizing[entry.request_index] = entry
 
-    def resized(self, entry: RequestEntry) -> int:
+    def resized(self, entry: RequestState) -> int:
         """The Resize under way took effect; returns chunks that are free now."""
         assert entry.resizing is not None
         before, entry.hot, entry.resizing = entry.chunks, entry.resizing, None
@@ -168,7 +170,7 @@ class PlacementTable:
             self._note_size(entry, worker)
         return before - entry.hot.hot_chunks
 
-    def leave(self, entry: RequestEntry, *, frees_pages: bool) -> None:
+    def leave(self, entry: RequestState, *, frees_pages: bool) -> None:
         """It will leave its worker by itself or was told to. Told twice: pages once to be freed stay so."""
         if entry.phase is EntryPhase.LEAVING:
             entry.frees_pages = entry.frees_pages or frees_pages
@@ -179,7 +181,7 @@ class PlacementTable:
             worker.leaving[entry.request_index] = entry
 
     def depart(
-        self, entry: RequestEntry, kept_tokens: int, kept_pages: int, first_token: FirstToken = NO_TOKEN
+        self, entry: RequestState, kept_tokens: int, kept_pages: int, first_token: FirstToken = NO_TOKEN
     ) -> None:
         """It is off its worker and waits again, on its node if it keeps pages."""
         self._unlist(entry)
@@ -196,13 +198,13 @@ class PlacementTable:
             insort(self.waiting, entry.rank)
             self.unexplained[entry.request_index] = entry
 
-    def demote(self, entry: RequestEntry) -> None:
+    def demote(self, entry: RequestState) -> None:
         """A waiting request gives its kept pages up."""
         del self.kept[entry.request_index]
         entry.pages = entry.kept_tokens = entry.placement = 0
         entry.node, entry.stranded_at, entry.first_token = "", None, NO_TOKEN
 
-    def hold(self, entry: RequestEntry, held: bool) -> None:
+    def hold(self, entry: RequestState, held: bool) -> None:
         if entry.phase is EntryPhase.WAITING and held != entry.ordered.held:
             if held:
                 _discard(self.waiting, entry.rank)
@@ -213,24 +215,24 @@ class PlacementTable:
         entry.ordered = replace(entry.ordered, held=held)
         self._turns.hold(entry.facts, held)
 
-    def force(self, entry: RequestEntry, hot_slots: int) -> None:
+    def force(self, entry: RequestState, hot_slots: int) -> None:
         """An operator's choice of hot size; NO_HOT_BUFFER leaves it to policy again."""
         entry.ordered = replace(entry.ordered, forced_slots=hot_slots)
         self.forcing.pop(entry.request_index, None)
         if hot_slots != NO_HOT_BUFFER:
             self.forcing[entry.request_index] = entry
 
-    def order_end(self, entry: RequestEntry, outcome: str, reason: str) -> None:
+    def order_end(self, entry: RequestState, outcome: str, reason: str) -> None:
         """The first such order stands."""
         if not entry.is_ending:
             entry.ordered = replace(entry.ordered, outcome=outcome, reason=reason)
 
-    def close(self, entry: RequestEntry) -> None:
+    def close(self, entry: RequestState) -> None:
         """A waiting request was told to end."""
         self._unlist(entry)
         entry.phase = EntryPhase.CLOSING
 
-    def _unlist(self, entry: RequestEntry) -> None:
+    def _unlist(self, entry: RequestState) -> None:
         """Take it out of every list that its phase had put it in."""
         self.starving.pop(entry.request_index, None)
         self.unexplained.pop(entry.request_index, None)
@@ -245,7 +247,7 @@ class PlacementTable:
             worker.resizing.pop(entry.request_index, None)
             worker.managed.pop(entry.request_index, None)
 
-    def _note_size(self, entry: RequestEntry, worker: WorkerEntry) -> None:
+    def _note_size(self, entry: RequestState, worker: WorkerEntry) -> None:
         worker.managed.pop(entry.request_index, None)
         if entry.hot.hot_slots > RESIDENT:
             worker.managed[entry.request_index] = entry
@@ -256,15 +258,16 @@ class PlacementTable:
         """These were the highest numbers of an earlier incarnation."""
         self._arrivals, self._placements = arrivals, placements
 
-    def recover(self, facts: RequestFacts, generated: int) -> RequestEntry:
+    def recover(self, facts: RequestFacts, generated: int, now: float = 0.0) -> RequestState:
         """A request of an earlier incarnation, waiting, as its history says."""
-        entry = self.add(facts, generated)
+        entry = self.add(facts, now)
+        entry.generated = generated
         del self.unexplained[facts.request_index]
         return entry
 
     def recover_kept(
         self,
-        entry: RequestEntry,
+        entry: RequestState,
         node: str,
         placement: int,
         kept_tokens: int,
@@ -278,7 +281,7 @@ class PlacementTable:
 
     def recover_placed(
         self,
-        entry: RequestEntry,
+        entry: RequestState,
         node: str,
         worker: str,
         placement: int,
@@ -289,23 +292,23 @@ class PlacementTable:
         """It is on a worker that is yet to be heard, or was lost. Which hot size it has, the inventory will say."""
         self._unlist(entry)
         entry.phase, entry.node, entry.worker, entry.placement = EntryPhase.STARTING, node, worker, placement
-        entry.pages = memory.host_pages
+        entry.pages, entry.prefills_only = memory.host_pages, prefills_only
         entry.hot = NO_HOT_SIZE if prefills_only else HotSize(RESIDENT, memory.hot_chunks)
 
-    def recover_orders(self, entry: RequestEntry, ordered: RequestOrdered) -> None:
+    def recover_orders(self, entry: RequestState, ordered: RequestOrdered) -> None:
         """The last of an earlier incarnation; an end was ordered before."""
         self.hold(entry, ordered.held)
         self.force(entry, ordered.forced_slots)
         entry.ordered = ordered
 
-    def recover_place(self, entry: RequestEntry, worker: WorkerEntry | None) -> None:
+    def recover_place(self, entry: RequestState, worker: WorkerEntry | None) -> None:
         """Put `entry` on `worker`, or (None) have it leave one that was lost."""
         if worker is not None:
             insort(worker.ranks, entry.rank)
         else:
             entry.phase, entry.lost = EntryPhase.LEAVING, True
 
-    def adopt(self, entry: RequestEntry, hot: HotSize, resizing: HotSize | None, *, staged: bool) -> None:
+    def adopt(self, entry: RequestState, hot: HotSize, resizing: HotSize | None, *, staged: bool) -> None:
         """Note what its worker says of its hot buffer, and whether its prompt is staged."""
         worker = self.workers[entry.worker]
         entry.hot, entry.resizing = hot, resizing
@@ -358,7 +361,7 @@ class PlacementTable:
             if len(self.drains) > DRAINS_MAX:
                 self.drains.popitem(last=False)
 
-    def lose(self, worker: WorkerEntry) -> list[RequestEntry]:
+    def lose(self, worker: WorkerEntry) -> list[RequestState]:
         """The worker is gone; returns its requests, all leaving now."""
         entries = list(self.on(worker.name))
         self.pids[worker.name, worker.epoch] = worker.pid
@@ -372,13 +375,13 @@ class PlacementTable:
         self._note_group(worker)
         return entries
 
-    def on(self, worker: str) -> Iterator[RequestEntry]:
+    def on(self, worker: str) -> Iterator[RequestState]:
         """Requests on a worker: those not leaving, best rank first, then those leaving."""
         it = self.workers[worker]
         yield from [self.by_rank[rank] for rank in it.ranks]
         yield from list(it.leaving.values())
 
-    def in_view(self) -> list[RequestEntry]:
+    def in_view(self) -> list[RequestState]:
         """Return the requests whose progress the next plan looks at: those short of pages, and all on a worker while
         some suspect is to be cleared."""
         if not self.poison_detector:

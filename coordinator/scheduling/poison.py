@@ -34,8 +34,8 @@ from typing import Final, NamedTuple
 
 from basics.request_states import POISON_STRIKES
 from coordinator.memory.ledger import EpochKey
-from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.groups import GroupLife
+from coordinator.scheduling.request_state import RequestState
 
 #: Strikes from which a request is kept apart from other suspects and from newcomers.
 SUSPECT_STRIKES: Final = 2
@@ -50,30 +50,30 @@ assert POISON_STRIKES - SUSPECT_STRIKES >= 2  # it takes more than one accident 
 class _Loss(NamedTuple):
     """An epoch that went down: its requests with their generated tokens, and the life of its group, if any."""
 
-    passengers: list[tuple[RequestEntry, int]]
+    passengers: list[tuple[RequestState, int]]
     life: GroupLife | None
     has_left: bool  # it said that it leaves, and had emptied itself
 
 
 class PoisonDetector:
-    """`RequestEntry.strikes` and `RequestEntry.mark` are kept here; `RequestEntry.generated` is as fresh as the
+    """`RequestState.strikes` and `RequestState.mark` are kept here; `RequestState.generated` is as fresh as the
     caller made it."""
 
     def __init__(self) -> None:
-        self._suspects: dict[int, RequestEntry] = {}
+        self._suspects: dict[int, RequestState] = {}
         self._losses: OrderedDict[EpochKey, _Loss] = OrderedDict()
-        self._ended: OrderedDict[GroupLife, dict[int, RequestEntry]] = OrderedDict()  # with whom the first death struck
+        self._ended: OrderedDict[GroupLife, dict[int, RequestState]] = OrderedDict()  # with whom the first death struck
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
 
-    def __contains__(self, entry: RequestEntry) -> bool:
+    def __contains__(self, entry: RequestState) -> bool:
         return entry.request_index in self._suspects
 
     def lost(
         self,
         key: EpochKey,
-        passengers: Iterable[RequestEntry],
+        passengers: Iterable[RequestState],
         life: GroupLife | None = None,
         *,
         is_leaving: bool = False,
@@ -98,8 +98,8 @@ class PoisonDetector:
         return loss.life if loss else None
 
     def died(
-        self, key: EpochKey, live: Mapping[int, RequestEntry], others: Iterable[RequestEntry] = ()
-    ) -> list[RequestEntry]:
+        self, key: EpochKey, live: Mapping[int, RequestState], others: Iterable[RequestState] = ()
+    ) -> list[RequestState]:
         """Its process is proved dead: strikes for who was there and is still `live`. Returns those whose strikes or
         mark have changed; those with POISON_STRIKES are to be failed. `others` are on the connected ranks of its
         group's life."""
@@ -117,15 +117,15 @@ class PoisonDetector:
         self._end(loss.life, {entry.request_index: entry for entry in struck})
         return struck
 
-    def _end(self, life: GroupLife, struck: dict[int, RequestEntry]) -> None:
+    def _end(self, life: GroupLife, struck: dict[int, RequestState]) -> None:
         self._ended[life] = struck
         if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
 
     def _strike(
-        self, passengers: Iterable[tuple[RequestEntry, int]], live: Mapping[int, RequestEntry]
-    ) -> list[RequestEntry]:
-        struck: dict[int, RequestEntry] = {}
+        self, passengers: Iterable[tuple[RequestState, int]], live: Mapping[int, RequestState]
+    ) -> list[RequestState]:
+        struck: dict[int, RequestState] = {}
         for entry, generated in passengers:
             if live.get(entry.request_index) is not entry or entry.request_index in struck:
                 continue
@@ -136,12 +136,12 @@ class PoisonDetector:
 
     def _move_marks(
         self,
-        passengers: Iterable[tuple[RequestEntry, int]],
-        struck: Mapping[int, RequestEntry],
-        live: Mapping[int, RequestEntry],
-    ) -> list[RequestEntry]:
+        passengers: Iterable[tuple[RequestState, int]],
+        struck: Mapping[int, RequestState],
+        live: Mapping[int, RequestState],
+    ) -> list[RequestState]:
         """Tokens that came from a rank after the first death of its group were computed before it."""
-        moved: list[RequestEntry] = []
+        moved: list[RequestState] = []
         for entry, generated in passengers:
             index = entry.request_index
             if live.get(index) is entry and struck.get(index) is entry and generated > entry.mark:
@@ -149,12 +149,12 @@ class PoisonDetector:
                 moved.append(entry)
         return moved
 
-    def _mark(self, entry: RequestEntry, generated: int) -> None:
+    def _mark(self, entry: RequestState, generated: int) -> None:
         entry.mark = generated
         if SUSPECT_STRIKES <= entry.strikes < POISON_STRIKES and entry.generated <= generated:
             self._suspects[entry.request_index] = entry
 
-    def recover(self, entry: RequestEntry, strikes: int, mark: int) -> None:
+    def recover(self, entry: RequestState, strikes: int, mark: int) -> None:
         """Restore the strikes and the mark that it had in an earlier incarnation."""
         entry.strikes, entry.mark = strikes, mark
         if strikes >= SUSPECT_STRIKES and entry.generated <= mark:
@@ -166,10 +166,10 @@ class PoisonDetector:
             if entry.generated > entry.mark:
                 del self._suspects[request_index]
 
-    def forget(self, entry: RequestEntry) -> None:
+    def forget(self, entry: RequestState) -> None:
         self._suspects.pop(entry.request_index, None)
 
-    def may_join(self, entry: RequestEntry, present: Iterable[RequestEntry]) -> bool:
+    def may_join(self, entry: RequestState, present: Iterable[RequestState]) -> bool:
         """Return whether `entry` may be admitted where `present` are."""
         if not self._suspects:
             return True
@@ -177,7 +177,7 @@ class PoisonDetector:
         return not any(other in self or (is_suspect and other.generated <= other.came_with) for other in present)
 
 
-def poison_reason(entry: RequestEntry, worker: str) -> str:
+def poison_reason(entry: RequestState, worker: str) -> str:
     return (
         f"its worker died {entry.strikes} times without its coming further (poison limit {POISON_STRIKES}), "
         f"{entry.strikes - SUSPECT_STRIKES} times as the only suspect; the last was {worker}"

@@ -70,13 +70,14 @@ from coordinator.scheduling.decisions import (
     RetractDecision,
     Transfer,
 )
-from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.following import Leaders
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, is_pinned, next_lower, size_at_floor
 from coordinator.scheduling.prefill_costs import PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
+from coordinator.scheduling.request_state import RANK_OF, EntryPhase, RequestState
 from protocol.arrays import Int32Array
 from protocol.messages import DECODE, Rank
 from protocol.sizing import (
@@ -125,7 +126,7 @@ class Policy:
         ledgers: Mapping[str, Ledger],
         ahead_tokens: int,
         prefix_reuse: PrefixReuse,
-        makes_output_room: Callable[[RequestEntry], bool] = lambda _: True,
+        makes_output_room: Callable[[RequestState], bool] = lambda _: True,
     ) -> None:
         self.placement_table = placement_table
         self.ledgers = ledgers
@@ -162,7 +163,7 @@ class _Plan:
         self.makes_output_room = policy.makes_output_room
         self.now = now
         self.decisions: list[Decision] = []
-        self.blocked: dict[str, RequestEntry] = {}  # nodes, and who blocks them
+        self.blocked: dict[str, RequestState] = {}  # nodes, and who blocks them
         self.refused: dict[int, Refusal] = {}
         self.free = FreeMemory(policy.ledgers, policy.placement_table.workers.values())
         self.leaders = Leaders(policy.placement_table, policy.prefix_reuse)
@@ -208,7 +209,7 @@ class _Plan:
             at += not self._consider(self.placement_table.by_rank[waiting[at]])
         return at
 
-    def _consider(self, entry: RequestEntry) -> bool:
+    def _consider(self, entry: RequestState) -> bool:
         """Admit a waiting request, or block the nodes it waits for. One that no worker can take on, or that is not to
         be tried again yet, blocks none."""
         is_paused = self.now < entry.paused_until
@@ -237,13 +238,13 @@ class _Plan:
             self.blocked.setdefault(ask.worker.node, entry)
         return False
 
-    def _may_join(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
+    def _may_join(self, entry: RequestState, worker: WorkerEntry) -> bool:
         """Return whether poison detection lets it: a suspect waits its turn, and blocks like a request that waits for
         room."""
         present = (it for peer in self.placement_table.beside(worker) for it in self.placement_table.on(peer.name))
         return self.placement_table.poison_detector.may_join(entry, present)
 
-    def _promise(self, entry: RequestEntry) -> None:
+    def _promise(self, entry: RequestState) -> None:
         """Reserve what a prompt under way was promised: for all requests after it, that counts as taken."""
         worker = self.placement_table.workers.get(entry.decoder)
         shape = self.candidates.shape(entry, worker, DECODE) if worker is not None and worker.takes else None
@@ -254,7 +255,7 @@ class _Plan:
             )
             self.free.promise(worker, need)
 
-    def _admit(self, entry: RequestEntry, ask: PlacementAsk) -> None:
+    def _admit(self, entry: RequestState, ask: PlacementAsk) -> None:
         worker = ask.worker
         chunks = self.free.on(worker).hot_chunks - ask.spare_chunks
         hot_size = next(hot_size for hot_size in reversed(ask.hot_sizes) if hot_size.hot_chunks <= chunks)
@@ -300,7 +301,7 @@ class _Plan:
         self.free.held_after(node).hold(share)
         return unheld
 
-    def _open_transfer(self, entry: RequestEntry, ask: PlacementAsk) -> Transfer | None:
+    def _open_transfer(self, entry: RequestState, ask: PlacementAsk) -> Transfer | None:
         """Open a transfer if the decoder is of another node, else return None."""
         if ask.decoder is None or not ask.is_far:
             return None
@@ -309,7 +310,7 @@ class _Plan:
 
     # ---------------------------------------------------------------- growth
 
-    def _feed(self, entry: RequestEntry, worker: WorkerEntry) -> None:
+    def _feed(self, entry: RequestState, worker: WorkerEntry) -> None:
         """Grant pages to a running request that is short of them; when it is urgent, make room for it."""
         if not self.makes_output_room(entry):
             return self._retract(entry, False, Cause.OUTPUT_ROOM, "no room for more of its output")
@@ -331,20 +332,20 @@ class _Plan:
             self._feed_urgently(entry, worker, least)
         return None
 
-    def _feed_urgently(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> None:
+    def _feed_urgently(self, entry: RequestState, worker: WorkerEntry, pages: int) -> None:
         ask = PlacementAsk(worker, pages, [], _growth(entry, pages))
         if ask.need.hot_chunks > self.free.on(worker).hot_chunks and self._become_managed(entry, worker, pages):
             return
         if self._make_room(entry, [ask]) and self.candidates.fits(ask):
             self._grow(entry, worker, pages)
 
-    def _grow(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> None:
+    def _grow(self, entry: RequestState, worker: WorkerEntry, pages: int) -> None:
         more = _growth(entry, pages)
         self.placement_table.grow(entry, more)
         self.free.take(worker, more)
         self.decisions.append(GrowDecision(entry, more))
 
-    def _become_managed(self, entry: RequestEntry, worker: WorkerEntry, pages: int) -> bool:
+    def _become_managed(self, entry: RequestState, worker: WorkerEntry, pages: int) -> bool:
         """A resident that runs out of chunks shrinks itself, unless a larger one can."""
         larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
         chunks = entry.chunks + self.free.on(worker).hot_chunks
@@ -354,13 +355,13 @@ class _Plan:
         self._resize(entry, worker, hot_size)
         return True
 
-    def _resizable(self, worker: WorkerEntry) -> Iterator[RequestEntry]:
+    def _resizable(self, worker: WorkerEntry) -> Iterator[RequestState]:
         entries = (self.placement_table.by_rank[rank] for rank in worker.ranks)
         return (entry for entry in entries if entry.phase is EntryPhase.RUNNING and entry.resizing is None)
 
     # ---------------------------------------------------------------- making room
 
-    def _make_room(self, entry: RequestEntry, asks: list[PlacementAsk]) -> PlacementAsk | None:
+    def _make_room(self, entry: RequestState, asks: list[PlacementAsk]) -> PlacementAsk | None:
         """Begin the cheapest remedy. What it has not freed at once is claimed for `entry`. None: there is none."""
         found = [
             (_cost(remedies), at, remedies) for at, ask in enumerate(asks) if (remedies := self._remedies(entry, ask))
@@ -372,7 +373,7 @@ class _Plan:
             self._carry_out(entry, part, remedy)
         return asks[at]
 
-    def _remedies(self, entry: RequestEntry, ask: PlacementAsk) -> list[Preemption]:
+    def _remedies(self, entry: RequestState, ask: PlacementAsk) -> list[Preemption]:
         """One for each worker concerned; none when one of them has none."""
         remedies: list[Preemption] = []
         for part in ask.parts:
@@ -390,7 +391,7 @@ class _Plan:
             remedies.append(remedy)
         return remedies
 
-    def _carry_out(self, entry: RequestEntry, ask: PlacementAsk, remedy: Preemption) -> None:
+    def _carry_out(self, entry: RequestState, ask: PlacementAsk, remedy: Preemption) -> None:
         worker, whom = ask.worker, f"a request of priority {entry.facts.priority}"
         for kept in remedy.demote:
             self._demote(kept, f"host pages go to {whom}")
@@ -404,17 +405,17 @@ class _Plan:
         if not self.free.on(worker).covers(need):
             self.free.claim(worker, remedy.will_be_free.minus(need))
 
-    def _demote(self, entry: RequestEntry, reason: str) -> None:
+    def _demote(self, entry: RequestState, reason: str) -> None:
         self.free.add_host_pages(entry.node, self.free.held_after(entry.node).add(entry.placement))
         self.decisions.append(DemoteDecision(entry, entry.node, entry.placement, reason))
         self.placement_table.demote(entry)
 
-    def _retract(self, entry: RequestEntry, keep: bool, cause: Cause, reason: str) -> None:
+    def _retract(self, entry: RequestState, keep: bool, cause: Cause, reason: str) -> None:
         entry.displaced = entry.displaced or cause in DISPLACING
         self.placement_table.leave(entry, frees_pages=not keep)
         self.decisions.append(RetractDecision(entry, keep, cause, reason))
 
-    def _resize(self, entry: RequestEntry, worker: WorkerEntry, hot_size: HotSize) -> None:
+    def _resize(self, entry: RequestState, worker: WorkerEntry, hot_size: HotSize) -> None:
         more = max(0, hot_size.hot_chunks - entry.chunks)
         self.placement_table.resize(entry, hot_size, self.now)
         self.free.take(worker, Memory(hot_chunks=more))
@@ -441,7 +442,7 @@ class _Plan:
                 if not self._hand_over(entry, worker):
                     break
 
-    def _hand_over(self, entry: RequestEntry, worker: WorkerEntry) -> bool:
+    def _hand_over(self, entry: RequestState, worker: WorkerEntry) -> bool:
         """No request is retracted for it; shrinking is left to its admission, which follows."""
         for ask in self.candidates.of_part(entry, DECODE):
             target = ask.worker
@@ -498,10 +499,10 @@ class _Plan:
                     return
 
     def _raise_to_floor(
-        self, worker: WorkerEntry, below: list[tuple[RequestEntry, HotSize]]
-    ) -> list[tuple[RequestEntry, HotSize]]:
+        self, worker: WorkerEntry, below: list[tuple[RequestState, HotSize]]
+    ) -> list[tuple[RequestState, HotSize]]:
         """Resize, best rank first, as far as chunks are free; returns those that stay below."""
-        left: list[tuple[RequestEntry, HotSize]] = []
+        left: list[tuple[RequestState, HotSize]] = []
         for entry, size in below:
             fits = size.hot_chunks - entry.chunks <= self.free.on(worker).hot_chunks
             if fits and len(worker.resizing) < RAISE_BATCH_MAX:
@@ -510,7 +511,7 @@ class _Plan:
                 left.append((entry, size))
         return left
 
-    def _thin_out(self, worker: WorkerEntry, below: list[tuple[RequestEntry, HotSize]]) -> None:
+    def _thin_out(self, worker: WorkerEntry, below: list[tuple[RequestState, HotSize]]) -> None:
         """Retract (keep) the last in rank until the others below the floor could rise to it."""
         lacking = {entry.request_index: size.hot_chunks - entry.chunks for entry, size in below}
         free = self.free.on(worker).hot_chunks
@@ -533,7 +534,7 @@ class _Plan:
                 for entry in managed[:GROW_BATCH_MAX]:
                     self._enlarge(entry, worker)
 
-    def _enlarge(self, entry: RequestEntry, worker: WorkerEntry) -> None:
+    def _enlarge(self, entry: RequestState, worker: WorkerEntry) -> None:
         above = [
             hot_size for hot_size in hot_sizes_for(entry.pages, worker.capacity) if hot_size.hot_chunks > entry.chunks
         ]
@@ -563,7 +564,7 @@ def _cost(remedies: list[Preemption]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*(remedy.cost for remedy in remedies), strict=True)))
 
 
-def _growth(entry: RequestEntry, pages: int) -> Memory:
+def _growth(entry: RequestState, pages: int) -> Memory:
     """Return the memory that `pages` more pages take: index pages one for one, and chunks too when all rows are
     resident."""
     return Memory(pages, pages if entry.hot.hot_slots == RESIDENT else 0, pages)

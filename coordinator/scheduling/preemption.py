@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from coordinator.scheduling.entries import RANK_OF, EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_state import RANK_OF, EntryPhase, RequestState
 from protocol.messages import NO_HOT_BUFFER
 from protocol.sizing import RESIDENT, HotSize, Memory, can_force, hot_sizes_for
 
@@ -24,10 +25,10 @@ class Preemption:
 
     worker: WorkerEntry
     will_be_free: Memory
-    demote: list[RequestEntry] = field(default_factory=list)
-    drop: list[RequestEntry] = field(default_factory=list)
-    retract: list[RequestEntry] = field(default_factory=list)
-    shrink: list[tuple[RequestEntry, HotSize]] = field(default_factory=list)
+    demote: list[RequestState] = field(default_factory=list)
+    drop: list[RequestState] = field(default_factory=list)
+    retract: list[RequestState] = field(default_factory=list)
+    shrink: list[tuple[RequestState, HotSize]] = field(default_factory=list)
 
     @property
     def cost(self) -> tuple[int, int, int, int]:
@@ -37,7 +38,7 @@ class Preemption:
 
 #: Adds the end of a request's placement to a set; returns how many host pages more the set would free with it: fewer
 #: than it holds when a quarantine, or a request outside the set, holds them too.
-Frees: TypeAlias = Callable[[RequestEntry], int]
+Frees: TypeAlias = Callable[[RequestState], int]
 
 
 def all_pages() -> Frees:
@@ -50,7 +51,7 @@ def find_preemption(
     worker: WorkerEntry,
     free: Memory,
     need: Memory,
-    asker: RequestEntry,
+    asker: RequestState,
     freeing: Callable[[], Frees] = all_pages,
 ) -> Preemption | None:
     """Find how `worker`, with `free` now, can come to cover `need` of `asker`; None: not by any right that it has.
@@ -73,13 +74,13 @@ def find_preemption(
     return remedy
 
 
-def _going(placement_table: PlacementTable, worker: WorkerEntry) -> list[RequestEntry]:
+def _going(placement_table: PlacementTable, worker: WorkerEntry) -> list[RequestState]:
     """Requests that leave workers of the node and keep no pages."""
     node = placement_table.of_node(worker.node)
     return [entry for other in node for entry in other.leaving.values() if entry.frees_pages]
 
 
-def _freed(entries: Sequence[RequestEntry], freeing: Callable[[], Frees]) -> int:
+def _freed(entries: Sequence[RequestState], freeing: Callable[[], Frees]) -> int:
     """Host pages that the end of them all frees."""
     return sum(map(freeing(), entries))
 
@@ -101,8 +102,8 @@ def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, host_page
 
 
 def _relieve_gpu(
-    placement_table: PlacementTable, remedy: Preemption, need: Memory, lower: list[RequestEntry], asker: RequestEntry
-) -> list[RequestEntry] | None:
+    placement_table: PlacementTable, remedy: Preemption, need: Memory, lower: list[RequestState], asker: RequestState
+) -> list[RequestState] | None:
     """Choose whom to shrink and, if that is not enough, the fewest of `lower`, worst first; None: not enough."""
     worker, gone, floored = remedy.worker, 0, _keeps_to_floor(asker, remedy.worker)
     shrinkable = {
@@ -126,7 +127,7 @@ def _relieve_gpu(
     return lower[:gone]
 
 
-def _gpu_of(victim: RequestEntry, worker: WorkerEntry, *, starting: bool, floored: bool) -> Memory:
+def _gpu_of(victim: RequestState, worker: WorkerEntry, *, starting: bool, floored: bool) -> Memory:
     """Return what a victim gives beyond what is already counted as on its way from it."""
     resizing = victim.chunks - victim.resizing.hot_chunks if victim.resizing else 0
     counted = victim.chunks - _floor(victim, worker, floored=floored).hot_chunks if starting else resizing
@@ -165,9 +166,9 @@ def _relieve_host(
     placement_table: PlacementTable,
     remedy: Preemption,
     need: Memory,
-    victims: list[RequestEntry],
-    going: list[RequestEntry],
-    asker: RequestEntry,
+    victims: list[RequestState],
+    going: list[RequestState],
+    asker: RequestState,
     freeing: Callable[[], Frees],
 ) -> bool:
     """Choose kept requests to demote, then victims to drop, worst first; False: not enough. What they free is computed
@@ -186,7 +187,7 @@ def _relieve_host(
     kept.sort(key=lambda entry: (entry.rank > asker.rank, entry.rank), reverse=True)
     others = [e for w in placement_table.of_node(node) for e in _lower(placement_table, w, asker) if e not in victims]
     others.sort(key=RANK_OF, reverse=True)
-    doubtful: list[tuple[list[RequestEntry], RequestEntry]] = []
+    doubtful: list[tuple[list[RequestState], RequestState]] = []
     for entries, chosen in ((kept, remedy.demote), (victims, remedy.drop), (others, remedy.drop)):
         for entry in entries:
             if missing <= 0:
@@ -207,19 +208,19 @@ def _relieve_host(
     return True
 
 
-def _may_demote(entry: RequestEntry, asker: RequestEntry) -> bool:
+def _may_demote(entry: RequestState, asker: RequestState) -> bool:
     return entry is not asker and (entry.rank > asker.rank or entry.ordered.held)
 
 
-def _active(placement_table: PlacementTable, worker: WorkerEntry) -> Iterator[RequestEntry]:
+def _active(placement_table: PlacementTable, worker: WorkerEntry) -> Iterator[RequestState]:
     return (placement_table.by_rank[rank] for rank in worker.ranks)
 
 
-def _lower(placement_table: PlacementTable, worker: WorkerEntry, asker: RequestEntry) -> Iterator[RequestEntry]:
+def _lower(placement_table: PlacementTable, worker: WorkerEntry, asker: RequestState) -> Iterator[RequestState]:
     return (placement_table.by_rank[rank] for rank in worker.ranks if rank > asker.rank)
 
 
-def is_pinned(entry: RequestEntry, worker: WorkerEntry) -> bool:
+def is_pinned(entry: RequestState, worker: WorkerEntry) -> bool:
     """An operator's hot size holds where the request could reach its longest with it."""
     slots = entry.ordered.forced_slots
     return slots != NO_HOT_BUFFER and can_force(slots, entry.length, worker.capacity)
@@ -236,13 +237,13 @@ def given_sizes(pages: int, worker: WorkerEntry) -> list[HotSize]:
     return given if given[0].hot_chunks <= worker.capacity.hot_chunks else hot_sizes
 
 
-def size_at_floor(entry: RequestEntry, worker: WorkerEntry) -> HotSize | None:
+def size_at_floor(entry: RequestState, worker: WorkerEntry) -> HotSize | None:
     """The hot size at the floor of `worker` for a request there that is below it; None: it is not, or is pinned."""
     size = given_sizes(entry.pages, worker)[0]
     return size if entry.chunks < size.hot_chunks and not is_pinned(entry, worker) else None
 
 
-def _keeps_to_floor(asker: RequestEntry, worker: WorkerEntry) -> bool:
+def _keeps_to_floor(asker: RequestState, worker: WorkerEntry) -> bool:
     """A request that is to come does, be it from a worker that drains; one that runs there need not."""
     return asker.phase is not EntryPhase.RUNNING or asker.worker != worker.name
 
@@ -252,7 +253,7 @@ def _sizes(pages: int, worker: WorkerEntry, *, floored: bool) -> list[HotSize]:
     return given_sizes(pages, worker) if floored else hot_sizes_for(pages, worker.capacity)
 
 
-def _floor(entry: RequestEntry, worker: WorkerEntry, *, floored: bool) -> HotSize:
+def _floor(entry: RequestState, worker: WorkerEntry, *, floored: bool) -> HotSize:
     """The smallest that policy may make it."""
     if is_pinned(entry, worker):
         return entry.hot
@@ -260,7 +261,7 @@ def _floor(entry: RequestEntry, worker: WorkerEntry, *, floored: bool) -> HotSiz
     return smallest if smallest.hot_chunks < entry.hot.hot_chunks else entry.hot
 
 
-def next_lower(entry: RequestEntry, chunks: int, worker: WorkerEntry, *, floored: bool = False) -> HotSize | None:
+def next_lower(entry: RequestState, chunks: int, worker: WorkerEntry, *, floored: bool = False) -> HotSize | None:
     """The next hot size below `chunks` chunks."""
     if is_pinned(entry, worker):
         return None

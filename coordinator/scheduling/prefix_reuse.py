@@ -41,8 +41,8 @@ from coordinator.memory.prefix_index import (
     root_of,
 )
 from coordinator.scheduling.effects import LedgerStep
-from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.kv_events import KvEvents
+from coordinator.scheduling.request_state import RequestState
 from protocol.arrays import Int32Array
 from protocol.messages import ModelInfo, WorkerCapacity
 from protocol.units import PAGE_TOKENS
@@ -140,7 +140,7 @@ class PrefixReuse:
         """Digests of the full pages of `tokens`, behind `parent`."""
         return extend_chain(self.key, parent, tokens)
 
-    def match(self, entry: RequestEntry, node: str) -> Int32Array:
+    def match(self, entry: RequestState, node: str) -> Int32Array:
         """Cached pages with which its prompt can begin on `node`; none of a prompt without digests. Its last token is
         computed in any case."""
         index, chain = self.by_node.get(node), entry.chain
@@ -153,7 +153,7 @@ class PrefixReuse:
         whole = self.whole(min(pages.size, limit)) if pages.size else 0
         return pages if whole == pages.size else pages[:whole]
 
-    def is_begun(self, entry: RequestEntry) -> bool:
+    def is_begun(self, entry: RequestState) -> bool:
         """Return whether any node has the first page of its prompt, where `match` may find one: one look at each
         node."""
         if not self.is_on or entry.chain is None or not entry.chain.digests:
@@ -182,7 +182,7 @@ class PrefixReuse:
             low, high = (middle + 1, high) if is_same else (low, middle)
         return low
 
-    def use(self, entry: RequestEntry, node: str, pages: int) -> None:
+    def use(self, entry: RequestState, node: str, pages: int) -> None:
         """It was admitted to be prefilled, with so many cached pages."""
         entry.indexed = pages
         if self.is_on:
@@ -192,7 +192,7 @@ class PrefixReuse:
             self.by_node[node].touch(entry.chain.digests[pages - 1])
 
     def keep_prompt(
-        self, entry: RequestEntry, ledger: Ledger, durable_tokens: int | None = None
+        self, entry: RequestState, ledger: Ledger, durable_tokens: int | None = None
     ) -> tuple[LedgerStep, ...]:
         """So many rows of its prompt are durable, or all: cache their full pages, as far as they are not known."""
         prompt = entry.facts.prompt_tokens
@@ -200,7 +200,7 @@ class PrefixReuse:
         return self._keep(entry, ledger, rows // PAGE_TOKENS, lambda: b"")
 
     def keep_rows(
-        self, entry: RequestEntry, ledger: Ledger, durable_tokens: int, generated: int, tokens: Callable[[], bytes]
+        self, entry: RequestState, ledger: Ledger, durable_tokens: int, generated: int, tokens: Callable[[], bytes]
     ) -> tuple[LedgerStep, ...]:
         """It is about to leave: cache the full pages of its `durable_tokens` rows. `tokens`: prompt and output.
 
@@ -211,7 +211,7 @@ class PrefixReuse:
         return self._keep(entry, ledger, rows // PAGE_TOKENS, tokens)
 
     def _keep(
-        self, entry: RequestEntry, ledger: Ledger, pages: int, tokens: Callable[[], bytes]
+        self, entry: RequestState, ledger: Ledger, pages: int, tokens: Callable[[], bytes]
     ) -> tuple[LedgerStep, ...]:
         index, chain = self.by_node.get(entry.node), entry.chain
         if index is None or not ledger.holds(entry.placement):
@@ -287,7 +287,7 @@ class PrefixReuse:
             step for node, index in self.by_node.items() for step in self._forget(node, index.written_by(source))
         )
 
-    def distrust_pages(self, entry: RequestEntry, ledger: Ledger) -> tuple[LedgerStep, ...]:
+    def distrust_pages(self, entry: RequestState, ledger: Ledger) -> tuple[LedgerStep, ...]:
         """Drop what its placement wrote to host pages, which may be wrong: those leave the index. Pages that it shared
         stay."""
         if entry.node not in self.by_node or not ledger.holds(entry.placement):

@@ -11,8 +11,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import TypeAlias
 
-from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_state import RequestState
 from protocol.messages import Rank
 from protocol.units import PAGE_TOKENS
 
@@ -29,7 +29,7 @@ class PromptWaits:
         self._durable = durable
         self._places: dict[str, list[_Place]] = {}  # by worker, in order; of those that were asked for
 
-    def explain(self, entry: RequestEntry) -> str:
+    def explain(self, entry: RequestState) -> str:
         """Return how much of the prompt is computed, or how many prompts come first; "" if it is staged, or goes
         through decode steps, or before its worker is back."""
         if entry.request_index not in self._placement_table.computing:
@@ -50,7 +50,7 @@ class PromptWaits:
             self._places[worker] = sorted(self._place(entry) for entry in computing if entry.worker == worker)
         return self._places[worker]
 
-    def _place(self, entry: RequestEntry) -> _Place:
+    def _place(self, entry: RequestState) -> _Place:
         reused = entry.shared_pages * PAGE_TOKENS
         computed = max(reused, self._durable(entry.request_index))
         return computed == reused, entry.facts.prompt_tokens - computed, entry.rank

@@ -25,9 +25,10 @@ from coordinator.memory.changes import Shrink
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep, WorkerSend
-from coordinator.scheduling.entries import EntryPhase, InboundTransfer, RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import InboundTransfer, WorkerEntry
 from coordinator.scheduling.events import AddressedOrder, PlacementAdopted, RequestOrder, RetractOrder, WorkerLost
 from coordinator.scheduling.prefix_reuse import own_unit
+from coordinator.scheduling.request_state import EntryPhase, RequestState
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow
 from protocol.messages import Grant, Resize, Withdraw
@@ -82,14 +83,14 @@ def _more_chunks(it: InventoryRow, missing_pages: int) -> int:
     return missing_pages if it.hot_slots == RESIDENT else 0
 
 
-def _depart(dispatch: Dispatch, entry: RequestEntry, worker: WorkerEntry) -> Effects:
+def _depart(dispatch: Dispatch, entry: RequestState, worker: WorkerEntry) -> Effects:
     dispatch.placement_table.leave(entry, frees_pages=entry.frees_pages)
     unit = own_unit(worker.model, worker.capacity)
     lost = WorkerLost(entry.placement, True, f"{worker.name} has it no more", unit)
     return Effects((), (AddressedOrder(entry.request_index, lost),))
 
 
-def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Ledger) -> Effects:
+def _adopt(dispatch: Dispatch, entry: RequestState, it: InventoryRow, ledger: Ledger) -> Effects:
     given = ledger.held(entry.placement)
     missing = 0 if entry.phase is EntryPhase.LEAVING else given.host_pages - it.host_pages
     # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier
@@ -117,7 +118,7 @@ def _adopt(dispatch: Dispatch, entry: RequestEntry, it: InventoryRow, ledger: Le
     )
 
 
-def _tells(entry: RequestEntry, it: InventoryRow, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
+def _tells(entry: RequestState, it: InventoryRow, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
     resize = Resize(entry.placement, *it.resizing) if it.resizing else None
     adopted = PlacementAdopted(entry.placement, it.is_staged, it.is_started, it.is_parked, resize, grant)
     return [adopted, RetractOrder(True, "a grant was lost")] if is_torn else [adopted]

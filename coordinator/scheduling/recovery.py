@@ -31,7 +31,7 @@ from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep
-from coordinator.scheduling.entries import InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import AddressedOrder, Ending, WorkerLost, WorkerPort
 from coordinator.scheduling.groups import GroupLife
 from coordinator.scheduling.placement_table import PlacementTable
@@ -169,10 +169,10 @@ def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Pl
     ended, facts = record.ended, record.facts
     assert ended is not None
     at = ended.at_s - place.wall_offset_s
-    entry = RequestEntry(facts, record.ordered, ended.generated_tokens)
-    state = _state_of(entry, place)
+    state = RequestState(facts, now=facts.at_s - place.wall_offset_s, submitted=facts.submission)
+    state.ordered, state.generated = record.ordered, ended.generated_tokens
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
-    live = LiveRequest(facts, state, place.make_request(state, None), entry, b"")
+    live = LiveRequest(facts, state, place.make_request(state, None), b"")
     place.requests.add_ended(live, at)
     if (
         record.placed is None
@@ -198,7 +198,8 @@ def _is_held(placed: journal.RequestPlaced, journal_state: JournalState) -> bool
 def _restore_live(record: RequestRecord, journal_state: JournalState, place: Place) -> Effects:
     facts, ordered, dispatch = record.facts, record.ordered, place.dispatch
     placed = record.placed if record.placed and _is_held(record.placed, journal_state) else None
-    entry = dispatch.placement_table.recover(facts, place.token_log.length(facts.request_index))
+    generated, now = place.token_log.length(facts.request_index), facts.at_s - place.wall_offset_s
+    entry = dispatch.placement_table.recover(facts, generated, now)
     dispatch.placement_table.poison_detector.recover(entry, record.strikes, record.mark)
     if record.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, record.killed)
@@ -208,12 +209,11 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
         entry.transfer_id = transfer_id if transfer_id in dispatch.placement_table.transfers else 0
     dispatch.placement_table.recover_orders(entry, ordered)
     place.token_log.hold(facts.request_index, ordered.held)
-    state = _state_of(entry, place)
     worker = dispatch.placement_table.workers.get(placed.worker) if placed and record.on_worker else None
     if worker is not None and placed and worker.epoch != placed.epoch:
         worker = None
-    request = place.make_request(state, worker.port if worker else None)
-    live = LiveRequest(facts, state, request, entry, record.prompt, grammar=record.grammar)
+    request = place.make_request(entry, worker.port if worker else None)
+    live = LiveRequest(facts, entry, request, record.prompt, grammar=record.grammar)
     place.requests.add(live)
     if placed and record.on_worker:
         return _restore_placed(placed, record, live, worker, journal_state, place)
@@ -228,15 +228,14 @@ def _restore_waiting(
     place: Place,
 ) -> Effects:
     """Keeping what is left of `placed`, if anything is."""
-    entry, ordered, kept_tokens = live.entry, live.entry.ordered, record.kept_tokens if placed else 0
+    entry, ordered, kept_tokens = live.state, live.state.ordered, record.kept_tokens if placed else 0
     if placed is not None:
         pages = journal_state.ledgers[placed.node].held(placed.placement).host_pages
         place.dispatch.placement_table.recover_kept(
             entry, placed.node, placed.placement, kept_tokens, pages, record.first_token if kept_tokens else NO_TOKEN
         )
-    prefills_only = placed is not None and placed.prefills_only
-    known = _in_words(record, entry.generated)
-    live.state.recover_waiting(place.now, kept_tokens=kept_tokens, prefills_only=prefills_only, known=known)
+        entry.prefills_only = placed.prefills_only
+    entry.recover_waiting(place.now, known=_in_words(record, entry.generated))
     if ordered.outcome:
         return place.dispatch.end(entry, ordered.outcome, ordered.reason)
     return Effects()
@@ -251,7 +250,7 @@ def _restore_placed(
     place: Place,
 ) -> Effects:
     """Restore a request on `worker`, or (None) on one that the earlier incarnation had lost."""
-    placement_table, entry, facts = place.dispatch.placement_table, live.entry, live.facts
+    placement_table, entry, facts = place.dispatch.placement_table, live.state, live.facts
     ordered = entry.ordered
     ledger = journal_state.ledgers[placed.node]
     memory = ledger.held(placed.placement)
@@ -261,17 +260,10 @@ def _restore_placed(
     placement_table.recover_place(entry, worker)
     entry.by_steps = True  # for all that is known: no row of its prompt is durable before its worker says so
     staged = place.token_log.durable(facts.request_index) >= facts.prompt_tokens
-    live.state.recover_placed(
-        place.now,
-        placed.placement,
-        placed.worker,
-        staged=staged,
-        own_tokens=facts.part_of_prompt(placed.durable_tokens),
-        prefills_only=placed.prefills_only,
-        known=_in_words(record, entry.generated),
-    )
+    entry.own_tokens = facts.part_of_prompt(placed.durable_tokens)
+    entry.recover_placed(place.now, staged=staged, known=_in_words(record, entry.generated))
     if ordered.outcome:
-        live.state.recover_ending(place.now, ordered.outcome, ordered.reason)
+        entry.recover_ending(place.now, ordered.outcome, ordered.reason)
     if ordered.outcome or ordered.held:
         placement_table.leave(entry, frees_pages=bool(ordered.outcome))
     place.requests.begin_placement(live, placed.placement, placed.epoch)
@@ -289,8 +281,3 @@ def _in_words(record: RequestRecord, generated: int) -> str:
     if not record.strikes:
         return text
     return f"{text}, {record.strikes} strike{'s' * (record.strikes != 1)}, the last when {record.killed} died"
-
-
-def _state_of(entry: RequestEntry, place: Place) -> RequestState:
-    facts = entry.facts
-    return RequestState(facts, now=facts.at_s - place.wall_offset_s, reason=facts.submission, entry=entry)

@@ -102,7 +102,7 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
         if not log.isEnabledFor(logging.INFO):
             return
         for line in state.lines_since(logged):
-            detail = {"worker": state.worker, "reason": line.reason}
+            detail = {"worker": state.active_worker, "reason": line.reason}
             known = {name: value for name, value in detail.items() if value}
             log.info(line.event, extra=fields(request=state.facts.request_id, state=line.state, **known))
 

@@ -1,16 +1,31 @@
-"""One request's state: the transition table of coordinator.scheduling.lifecycle applied, its history kept. Pure."""
+"""One request: its life cycle, by the table of coordinator.scheduling.lifecycle, its place and its history. Pure.
+
+Its phases, as policy sees them:
+
+    WAITING    in `PlacementTable.waiting`, unless held
+    STARTING   admitted; prefilling, staging or loading: its hot buffer cannot be resized yet
+    RUNNING    in the decode batch
+    LEAVING    asked to leave, or its end is decided; its memory is as good as free, but not yet
+    CLOSING    told to end while it waited; its end is awaited
+
+A phase changes in the Scheduler's turns, when the memory of a plan is reserved and when what a step returned is heard.
+The state changes when a worker's event or an order is handled: behind a plan, and ahead of what follows from an event.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from enum import Enum
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from basics.request_states import ACTIVE, RESUMABLE, TERMINAL, WAITING, State, state_text
-from coordinator.journal.records import RequestFacts
+from coordinator.journal.records import RequestFacts, RequestOrdered
 from coordinator.journal.state import no_order
-from coordinator.scheduling.entries import RequestEntry
+from coordinator.memory.prefix_index import Chain, Match
 from coordinator.scheduling.events import (
     Admitted,
     Ending,
@@ -43,10 +58,14 @@ from coordinator.scheduling.lifecycle import (
 )
 from protocol import messages
 from protocol.errors import InternalError, ProtocolError, WrongState
+from protocol.messages import NO_TOKEN, FirstToken, Rank
+from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 from protocol.units import PAGE_TOKENS
 
 #: Causes of failures after which the rows of a placement are not reused.
 SUSPECT_CAUSES: Final = frozenset({"fault", "lost_tokens", "poison"})
+#: States in which it takes more memory.
+STAYING: Final = ACTIVE - {State.RETRACTING, State.RELEASING}
 #: Lines of a request's history; older ones are dropped, the first (how it came) stays.
 HISTORY_LINES_MAX: Final = 64
 
@@ -83,73 +102,140 @@ class Transition(NamedTuple):
     reason: str
 
 
-class RequestState:
-    """One request. `handle` is the only way to change it, but for `entry`, which is the Scheduler's."""
+class EntryPhase(Enum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    LEAVING = "leaving"
+    CLOSING = "closing"
 
-    def __init__(self, facts: RequestFacts, *, now: float, reason: str = "", entry: RequestEntry | None = None) -> None:
-        self.facts = facts
-        self.entry = entry or RequestEntry(facts, no_order(facts.request_index))
-        self.state = State.QUEUED
-        self.keep = False  # what RETRACTING is to do with the rows
-        self.placement = 0  # 0: on no worker
-        self.worker = ""
-        self.kept_tokens = 0
-        self.prefills_only = False  # this placement, or the last one: its worker does not decode it
-        self.retractions = 0
-        self.admissions = 0
-        self.prefix_tokens = 0  # of its prompt, reused when it was first admitted
-        self.own_tokens = 0  # of its prompt, and not all: rows with which this placement, or the last one, began
-        self.is_staged = False  # in this placement, or the last one
-        # what the worker has yet to say in this placement; said twice, it is heard once
-        self.staging = False
-        self.parked = False
-        self.resize: messages.Resize | None = None
-        self.outcome = State.FAILED  # in RELEASING: how it will end, and why
-        self.verdict = ""
-        self.cause = ""  # of a failure, in one word
-        self.reason = ""
-        self.tail_text = ""
-        self.first = Transition(now, "submitted", self.state, reason)
-        self.lines: deque[Transition] = deque(maxlen=HISTORY_LINES_MAX - 1)
-        self.lines_dropped = 0
+
+ON_WORKER = frozenset({EntryPhase.STARTING, EntryPhase.RUNNING, EntryPhase.LEAVING})
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One live request: its life cycle, its place, and what operators ordered.
+
+    The Request changes its life cycle, by `handle`; the Scheduler changes the rest, by its PlacementTable. `pages` and
+    `hot` mirror the node's ledger, with the plan under way; `PlacementTable.check_invariants` compares them.
+    """
+
+    facts: RequestFacts  # durable, as RequestAccepted
+    now: InitVar[float] = field(kw_only=True)
+    submitted: InitVar[str] = field(default="", kw_only=True)  # reason of the first line of its history
+
+    # durable, by records that RequestRecord puts together
+    ordered: RequestOrdered = field(init=False)  # replaced, never changed: the journal refers to the same record
+    strikes: int = 0  # deaths of its workers in a row, at `mark` generated tokens (coordinator.scheduling.poison)
+    mark: int = -1
+    placement: int = 0  # on a worker, or where its kept pages are
+    worker: str = ""
+    node: str = ""
+    own_tokens: int = 0  # of its prompt, and not all: rows with which this placement, or the last one, began
+    prefills_only: bool = False  # this placement, or the last one: its worker does not decode it
+    transfer_id: int = 0  # key in PlacementTable.transfers: the rows are on their way there, or have arrived
+    kept_tokens: int = 0  # also written by the step that ends a placement, before the table knows
+    first_token: FirstToken = NO_TOKEN  # of what is kept: drawn, and not said yet
+    outcome: State = State.FAILED  # in RELEASING: how it will end, and why
+    verdict: str = ""
+    tail_text: str = ""
+
+    # from the token log and the node's ledger
+    generated: int = 0  # read before each plan
+    pages: int = 0  # host pages held; index pages too while on a worker
+    hot: HotSize = NO_HOT_SIZE
+
+    # from its worker's inventory, or from what is durable
+    state: State = State.QUEUED
+    phase: EntryPhase = EntryPhase.WAITING
+    keep: bool = False  # what RETRACTING is to do with the rows
+    frees_pages: bool = False  # leaving: its host pages will be free
+    lost: bool = False  # leaving: its worker is gone
+    is_staged: bool = False  # in this placement, or the last one
+    staging: bool = False  # said twice in a placement, it is heard once; so are the next two
+    parked: bool = False
+    resize: messages.Resize | None = None
+    resizing: HotSize | None = None
+
+    # policy finds them again
+    chain: Chain | None = None  # None: it reuses nothing, and nothing of it is reused
+    matches: dict[str, Match] = field(default_factory=dict)  # by node, while it waits
+    shared_pages: int = 0  # of its placement: written before, and with which its page list began
+    follows: tuple[int, int, float] | None = None  # waiting: a leader's placement, its pages cached, since when
+    goes_alone: bool = False  # it has followed for long enough (coordinator.scheduling.following)
+    by_steps: bool = False  # the rest of its prompt, behind cached pages, goes through decode steps
+    indexed: int = 0  # pages of its placement that the index was told of, from the first on
+    decoder: str = ""  # there for its prompt alone: the worker whose memory it was promised
+    displaced: bool = False  # policy took it off a worker
+    thinned: bool = False  # policy took it off a worker so that the others there could rise to the hot floor
+    came_with: int = 0  # generated tokens when it was admitted
+    transfers_failed: int = 0
+    paused_until: float = 0.0  # waiting: after a failed transfer
+    stranded_at: float | None = None  # waiting: since when its kept pages are where no worker can take it
+    reasons_told: frozenset[str] = frozenset()  # waiting: kinds of reasons that its history names already
+
+    # not kept: counts and words of this incarnation
+    retractions: int = 0
+    admissions: int = 0
+    prefix_tokens: int = 0  # of its prompt, reused when it was first admitted
+    cause: str = ""  # of a failure, in one word
+    reason: str = ""
+    first: Transition = field(init=False)
+    lines: deque[Transition] = field(default_factory=lambda: deque(maxlen=HISTORY_LINES_MAX - 1))
+    lines_dropped: int = 0
+
+    def __post_init__(self, now: float, submitted: str) -> None:
+        self.ordered = no_order(self.facts.request_index)
+        self.first = Transition(now, "submitted", self.state, submitted)
+
+    @property
+    def request_index(self) -> int:
+        return self.facts.request_index
+
+    @property
+    def rank(self) -> Rank:
+        return self.facts.rank
+
+    @property
+    def length(self) -> Length:
+        facts = self.facts
+        return Length(facts.prompt_tokens, self.generated, facts.sampling.max_tokens)
+
+    @property
+    def own_pages(self) -> int:
+        """Waiting: full pages that it keeps, where they do not hold all rows of its prompt."""
+        return self.facts.part_of_prompt(self.kept_tokens) // PAGE_TOKENS
+
+    @property
+    def is_ending(self) -> bool:
+        """Its end was ordered, so it will not wait again."""
+        return bool(self.ordered.outcome)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks accounted for: while resizing, the larger of before and after."""
+        return max(self.hot.hot_chunks, self.resizing.hot_chunks) if self.resizing else self.hot.hot_chunks
+
+    @property
+    def memory(self) -> Memory:
+        on_worker = self.phase in ON_WORKER
+        return Memory(self.pages, self.chunks, self.pages * on_worker, int(on_worker))
 
     # ---------------------------------------------------------------- from the journal
 
     # `known`: what the journal knows of it, for the history, which is not in the journal itself
 
-    def recover_waiting(
-        self,
-        now: float,
-        *,
-        kept_tokens: int,
-        prefills_only: bool = False,
-        known: str = "",
-    ) -> None:
+    def recover_waiting(self, now: float, *, known: str = "") -> None:
         """It was on no worker when the coordinator stopped."""
-        self.kept_tokens, self.prefills_only = kept_tokens, prefills_only
-        self._move(WAIT, now, "recovered", _restarted(known, f"{kept_tokens} rows kept" if kept_tokens else ""))
+        self._move(WAIT, now, "recovered", _restarted(known, self._rows_kept()))
 
-    def recover_placed(
-        self,
-        now: float,
-        placement: int,
-        worker: str,
-        *,
-        staged: bool,
-        own_tokens: int = 0,
-        prefills_only: bool = False,
-        known: str = "",
-    ) -> None:
+    def recover_placed(self, now: float, *, staged: bool, known: str = "") -> None:
         """It was on a worker that is yet to be heard. How far it is there, `PlacementAdopted` will say; told to leave
         in the earlier incarnation, it is leaving."""
-        self.placement, self.worker, self.keep, self.staging = placement, worker, True, not staged
-        self.prefills_only, self.own_tokens = prefills_only, own_tokens
-        self._move(
-            State.RETRACTING if self.entry.ordered.held else HAND_ON if staged else State.PREFILLING,
-            now,
-            "recovered",
-            _restarted(known, f"on {worker}, which is awaited"),
-        )
+        self.keep, self.staging = True, not staged
+        target = State.RETRACTING if self.ordered.held else HAND_ON if staged else State.PREFILLING
+        self._move(target, now, "recovered", _restarted(known, f"on {self.worker}, which is awaited"))
 
     def recover_ending(self, now: float, outcome: str, reason: str) -> None:
         """Recover a request on a worker whose end was decided, after `recover_placed`."""
@@ -164,9 +250,19 @@ class RequestState:
     # ---------------------------------------------------------------- queries
 
     @property
+    def is_placed(self) -> bool:
+        """Return whether it is on a worker, as far as that worker was heard."""
+        return self.state in ACTIVE
+
+    @property
+    def active_worker(self) -> str:
+        """Name of the worker that it is on; empty on none."""
+        return self.worker if self.is_placed else ""
+
+    @property
     def held(self) -> bool:
         """Return whether it waits, or will once it has left its worker, for an operator to resume it."""
-        return self.entry.ordered.held and self.state in RESUMABLE
+        return self.ordered.held and self.state in RESUMABLE
 
     def check_command(self, command: RequestCommand) -> None:
         """Raise WrongState, naming id, state and remedy, when an operator may not ask for `command` now."""
@@ -197,12 +293,13 @@ class RequestState:
         return tuple(fresh) if count else (self.first, *fresh)
 
     def check_invariants(self) -> None:
+        kept_tokens = self.kept_tokens
         checks = {
-            "on a worker exactly when active": (self.placement != 0) == (self.state in ACTIVE),
-            "RETRACTED is held or keeps rows": self.state is not State.RETRACTED or self.held or self.kept_tokens > 0,
-            "PREFILLED keeps rows": self.state is not State.PREFILLED or self.kept_tokens > 0,
-            "QUEUED holds nothing": self.state is not State.QUEUED or not (self.held or self.kept_tokens),
-            "kept rows can be resumed, or begun with": not self.facts.part_of_prompt(self.kept_tokens) % PAGE_TOKENS,
+            "on a worker when active": self.placement != 0 or self.state not in ACTIVE,
+            "RETRACTED is held or keeps rows": self.state is not State.RETRACTED or self.held or kept_tokens > 0,
+            "PREFILLED keeps rows": self.state is not State.PREFILLED or kept_tokens > 0,
+            "QUEUED holds nothing": self.state is not State.QUEUED or not (self.held or kept_tokens),
+            "kept rows can be resumed, or begun with": not self.facts.part_of_prompt(kept_tokens) % PAGE_TOKENS,
         }
         for claim, holds in checks.items():
             if not holds:
@@ -216,7 +313,7 @@ class RequestState:
         What a worker says of a placement that this request has left is acknowledged by doing nothing.
         """
         kind, apply = _HANDLERS[type(event)]
-        if kind in OF_PLACEMENT and event.placement != (self.placement or None):  # type: ignore[union-attr]
+        if kind in OF_PLACEMENT and not (self.is_placed and event.placement == self.placement):  # type: ignore[union-attr]
             return []
         target = TRANSITIONS[self.state].get(kind)
         if target is None:
@@ -290,8 +387,8 @@ class RequestState:
         that was not staged, those with which its placement began."""
         if not unit_tokens or self.prefills_only:
             return 0
-        prompt = self.facts.prompt_tokens
-        durable = prompt if self.is_staged else self.own_tokens if self.staging else max(self.own_tokens, rows.durable)
+        prompt, own = self.facts.prompt_tokens, self.own_tokens
+        durable = prompt if self.is_staged else own if self.staging else max(own, rows.durable)
         return min(durable, prompt - 1) // unit_tokens * unit_tokens
 
     def _depart(
@@ -326,11 +423,9 @@ class RequestState:
             0 if has_failed else cacheable,
             has_failed and self.cause in SUSPECT_CAUSES,
         )
-        self.placement, self.worker = 0, ""
-        reason = reason or (f"{self.kept_tokens} rows kept" if self.kept_tokens else "")
         if target is OUTCOME:
             return [departed, *self._end(kind, rows, now)]
-        self._move(target, now, kind, reason)
+        self._move(target, now, kind, reason or self._rows_kept())
         return [departed]
 
     def _adopted(self, event: PlacementAdopted, _: Target, __: Rows, now: float) -> list[Action]:
@@ -344,21 +439,18 @@ class RequestState:
         return [] if event.grant is None else [event.grant]
 
     def _admitted(self, event: Admitted, target: Target, _: Rows, now: float) -> list[Action]:
-        self.placement, self.worker, self.keep = event.command.placement, event.worker, True
-        self.own_tokens, self.is_staged = self.facts.part_of_prompt(self.kept_tokens), False
+        self.keep, self.is_staged = True, False
         self.staging, self.parked, self.resize = event.command.computes_prompt, False, None
-        self.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
         if not self.admissions:
             self.prefix_tokens = event.command.prefix_tokens
         self.admissions += 1
         self._move(target, now, EventKind.ADMITTED, event.reason)
-        self.kept_tokens = 0
         return [event.command]
 
     def _given(self, event: MemoryGiven, _: Target, __: Rows, now: float) -> list[Action]:
         """Sent unless the request is leaving or has left: then the memory goes back with the rest."""
         command = event.command
-        if command.placement != self.placement or self.state in (State.RETRACTING, State.RELEASING):
+        if self.state not in STAYING or command.placement != self.placement:
             return []
         self.parked = False
         if isinstance(command, messages.Resize):
@@ -386,8 +478,7 @@ class RequestState:
         return []
 
     def _demoted(self, event: RowsGivenUp, target: Target, _: Rows, now: float) -> list[Action]:
-        if self.kept_tokens:
-            self.kept_tokens = 0
+        if self.state in WAITING:
             self._move(target, now, EventKind.DEMOTED, event.reason)
         return []
 
@@ -400,7 +491,6 @@ class RequestState:
             return []
         withdrawn = self.state is State.RETRACTING
         self.outcome, self.verdict, self.cause = State(event.outcome), event.reason, event.cause
-        self.kept_tokens = 0
         if target is OUTCOME:
             return self._end(EventKind.END, rows, now)
         self._move(target, now, EventKind.END, event.reason)
@@ -416,13 +506,16 @@ class RequestState:
     def _progressed(self, stage: Stage) -> PlacementProgressed:
         return PlacementProgressed(self.facts.request_index, self.placement, stage)
 
+    def _rows_kept(self) -> str:
+        return f"{self.kept_tokens} rows kept" if self.kept_tokens else ""
+
     def _move(self, target: Target, now: float, event: str, reason: str) -> None:
         match target:
             case State():
                 self.state = target
             case Resolve.WAIT:
                 kept = State.PREFILLED if self.prefills_only else State.RETRACTED
-                self.state = State.RETRACTED if self.held else kept if self.kept_tokens else State.QUEUED
+                self.state = State.RETRACTED if self.ordered.held else kept if self.kept_tokens else State.QUEUED
             case Resolve.START:
                 self.state = State.PREFILLING if self.staging else State.READY
             case Resolve.HAND_ON:
@@ -443,6 +536,10 @@ class RequestState:
         if by_worker:
             return IllegalEventError(what, field="request_id", value=self.facts.request_id, remedy="restart the worker")
         return InternalError(what, field="request_id", value=self.facts.request_id)
+
+
+#: To sort by: best rank first.
+RANK_OF: Final[Callable[[RequestState], Rank]] = attrgetter("facts.rank")
 
 
 def describe_size(hot_slots: int) -> str:

@@ -13,7 +13,6 @@ from basics.request_states import WAITING, State
 from basics.rooms import RoomUse
 from basics.shares import check_share, is_near
 from coordinator.journal.records import RequestFacts, digest_of, with_named_grammar
-from coordinator.scheduling.entries import RequestEntry
 from coordinator.scheduling.pending import PendingReason, PendingReasons
 from coordinator.scheduling.prompt_waits import PromptWaits
 from coordinator.scheduling.request_state import HISTORY_LINES_MAX, RequestState
@@ -54,13 +53,11 @@ NO_DRAFTS = Drafts(0, 0)
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A live request: what never changes, its state (the actor's: to read), its actor, its entry in the placement
-    table, and its prompt and grammar, until it ends."""
+    """A live request: what never changes, its state, its actor, and its prompt and grammar, until it ends."""
 
     facts: RequestFacts
     state: RequestState
     request: Request
-    entry: RequestEntry
     prompt: bytes
     epoch: int = 0
     swaps_before: Swaps = NO_SWAPS  # of earlier placements
@@ -230,11 +227,11 @@ class RequestTable:
     def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:
         """Return the request whose placement it is; None when it has departed or is another worker's."""
         live = self.by_placement.get(placement)
-        return live if live is not None and live.epoch == epoch and live.entry.worker == worker else None
+        return live if live is not None and live.epoch == epoch and live.state.worker == worker else None
 
     def request_index(self, request_id: str, user: str | None = None) -> int:
         """Raises NotFound."""
-        return _live(self.find(request_id, user)).entry.request_index
+        return _live(self.find(request_id, user)).facts.request_index
 
     def index_of_same(self, submit: Submit, user: str) -> int:
         """The request index of the request whose id `submit` bears. Raises WrongState when it is another request, or
@@ -291,21 +288,21 @@ class RequestTable:
         return self._row(live, at, self._prompt_waits()), self.history(live)
 
     def _row(self, live: LiveRequest, now: float, waits: PromptWaits) -> RequestRow:
-        facts, state, entry, request_index = live.facts, live.state, live.entry, live.facts.request_index
+        facts, state, request_index = live.facts, live.state, live.facts.request_index
         swaps, pending = _add(live.swaps_before, live.swaps), self._pending(live, now)
         drafts = _add_drafts(live.drafts_before, live.drafts)
         return RequestRow(
             request_id=facts.request_id,
             state=state.state,
             priority=facts.priority,
-            worker=state.worker,
+            worker=state.active_worker,
             prompt_tokens=facts.prompt_tokens,
             generated_tokens=self._token_log.length(request_index),
             max_tokens=facts.sampling.max_tokens,
-            durable_tokens=(state.kept_tokens or self._token_log.durable(request_index)) if entry.pages else 0,
-            host_pages=entry.pages,
-            hot_slots=entry.hot.hot_slots,
-            hot_chunks=entry.chunks,
+            durable_tokens=(state.kept_tokens or self._token_log.durable(request_index)) if state.pages else 0,
+            host_pages=state.pages,
+            hot_slots=state.hot.hot_slots,
+            hot_chunks=state.chunks,
             hits=swaps.hits,
             misses=swaps.misses,
             retractions=state.retractions,
@@ -321,14 +318,14 @@ class RequestTable:
     def _pending(self, live: LiveRequest, now: float) -> PendingReason | None:
         """Return what it waits for now; None: nothing, and the last line of its history that has a reason says why
         it is in its state."""
-        state, entry = live.state, live.entry
-        if state.state in WAITING or (state.state is State.TRANSFERRING and entry.transfer_id):
-            return self.pending.explain(entry, now)
+        state = live.state
+        if state.state in WAITING or (state.state is State.TRANSFERRING and state.transfer_id):
+            return self.pending.explain(state, now)
         return None
 
     def _prompt_wait(self, live: LiveRequest, waits: PromptWaits) -> str:
         """The progress of its prompt while a worker computes it; "" in other states, and before that worker is back."""
-        return waits.explain(live.entry) if live.state.state is State.PREFILLING else ""
+        return waits.explain(live.state) if live.state.state is State.PREFILLING else ""
 
     def _request_id(self, request_index: int) -> str:
         return self.by_index[request_index].facts.request_id

@@ -33,7 +33,7 @@ from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.commands import carry_out, drain_promise, is_set_aside, release_quarantine, stop_promise
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep, WorkerSend, in_transactions
-from coordinator.scheduling.entries import RequestEntry, WorkerDrain
+from coordinator.scheduling.entries import WorkerDrain
 from coordinator.scheduling.events import AddressedOrder, Listener, RequestCommand, WorkerPort
 from coordinator.scheduling.hot_sizing import HotSizing
 from coordinator.scheduling.kv_events import KvEvent, KvEvents
@@ -42,7 +42,7 @@ from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, endings_of, restore
 from coordinator.scheduling.request import BeginTrace
-from coordinator.scheduling.request_state import describe_size
+from coordinator.scheduling.request_state import RequestState, describe_size
 from coordinator.scheduling.request_table import LiveRequest, RequestTable
 from coordinator.scheduling.submission import Submissions
 from coordinator.scheduling.validation import check_deadline
@@ -202,8 +202,8 @@ class Scheduler(SchedulerApi):
             self._prefix_reuse.serve(self._registry.model)
         freed = self._prefix_reuse.begin_empty(self._ledgers)
         for live in self._requests.live.values():
-            if live.entry.placement and live.entry.worker in self._placement_table.workers and live.state.placement:
-                self._begin_admission(live.entry, self._token_log.durable(live.entry.request_index))
+            if live.state.is_placed and live.state.worker in self._placement_table.workers:
+                self._begin_admission(live.state, self._token_log.durable(live.state.request_index))
         self.tell(events.Recovered((*freed, *first.steps), first.tells, first.sends))
         for ending in endings_of(journal_state):
             self._listener.recovered(ending)
@@ -496,7 +496,7 @@ class Scheduler(SchedulerApi):
                 )
             )
 
-    def _refresh(self, entries: Iterable[RequestEntry]) -> None:
+    def _refresh(self, entries: Iterable[RequestState]) -> None:
         """Read their progress from the token log."""
         for entry in entries:
             entry.generated = self._token_log.length(entry.request_index)
@@ -534,7 +534,7 @@ class Scheduler(SchedulerApi):
                 self._tell(AddressedOrder(entry.request_index, events.StillWaits(reason.text)))
         self.step_ready()
 
-    def _makes_output_room(self, entry: RequestEntry) -> bool:
+    def _makes_output_room(self, entry: RequestState) -> bool:
         """Make room in the token log for the next grant; return whether there is enough."""
         return self._token_log.make_room(entry.request_index, entry.generated + self._lead_tokens)
 
@@ -576,7 +576,7 @@ class Scheduler(SchedulerApi):
                 self._counters.retractions[_mode(keep), cause.value] += 1
         self._tell(self._dispatch.told(decision, pages))
 
-    def _receive(self, entry: RequestEntry, transfer: decisions.Transfer, pages: Int32Array) -> None:
+    def _receive(self, entry: RequestState, transfer: decisions.Transfer, pages: Int32Array) -> None:
         facts = entry.facts
         about = facts.request_index, facts.request_id, facts.prompt_tokens
         shared = transfer.share.size * PAGE_TOKENS
@@ -625,12 +625,12 @@ class Scheduler(SchedulerApi):
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
         return AddressedOrder(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))
 
-    def _begin_admission(self, entry: RequestEntry, durable_tokens: int) -> None:
+    def _begin_admission(self, entry: RequestState, durable_tokens: int) -> None:
         self._token_log.begin_placement(
             entry.request_index, entry.placement, entry.facts.prompt_tokens, self._granted_tokens(entry), durable_tokens
         )
 
-    def _granted_tokens(self, entry: RequestEntry) -> int:
+    def _granted_tokens(self, entry: RequestState) -> int:
         capacity = self._placement_table.workers[entry.worker].capacity
         return GRANTED_ALL if entry.pages >= page_limit(entry.length, capacity) else entry.pages * PAGE_TOKENS
 
@@ -658,7 +658,7 @@ class Scheduler(SchedulerApi):
             if self._is_over(stop, lives, now):
                 stop.failed_at = now
                 for live in lives:
-                    turn.take(self._dispatch.end(live.entry, "FAILED", "the coordinator stopped", "stopped"))
+                    turn.take(self._dispatch.end(live.state, "FAILED", "the coordinator stopped", "stopped"))
         elif now >= stop.failed_at + RELEASE_LIMIT_S:
             for worker in [worker for worker in self._placement_table.workers.values() if worker.requests]:
                 turn.take(self._dispatch.worker_down(worker, proved_exit=False))

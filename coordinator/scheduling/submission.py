@@ -91,11 +91,10 @@ class Submissions:
             submit.draft_tokens,
         )
         facts = kept_facts(submitted)
-        entry = placement_table.add(facts)
-        entry.chain, entry.matches = ask.chain, ask.matches
+        state = placement_table.add(facts, now)
+        state.chain, state.matches = ask.chain, ask.matches
         self.dispatch.dirty = True
-        state = RequestState(facts, now=now, reason=facts.submission, entry=entry)
-        live = LiveRequest(facts, state, self.start(state), entry, submit.prompt, grammar=sampling.grammar)
+        live = LiveRequest(facts, state, self.start(state), submit.prompt, grammar=sampling.grammar)
         self.requests.add(live)
         return Handle(request_id, request_index), self.journal.append([RequestAccepted(submitted, submit.prompt)])
 
@@ -122,7 +121,7 @@ class Submissions:
     def write_orders(self, ask: events.CommandAsk) -> Commit:
         """Write what is now ordered of the requests that a command named."""
         lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
-        return self.journal.append([it.entry.ordered for it in lives])
+        return self.journal.append([it.state.ordered for it in lives])
 
     def forget(self, request_indices: Sequence[int]) -> Commit:
         """These are over and taken off the list of requests: their outputs go, their indices may be taken again."""

@@ -16,10 +16,11 @@ import msgspec
 from basics.request_checks import check_name
 from coordinator.journal.records import PoolOpened, WorkerJoined
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.entries import ON_WORKER, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import WorkerPort
 from coordinator.scheduling.groups import check_member, ranks_of
 from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_state import ON_WORKER
 from protocol.errors import BadInput, ConfigError, NotFound, ProtocolError, Unavailable, WrongState
 from protocol.messages import (
     NAME_CHARS_MAX,

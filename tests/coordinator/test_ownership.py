@@ -76,7 +76,7 @@ async def test_only_owners_write(autojump_clock: trio.testing.MockClock) -> None
 
 
 def write_state(life: Life) -> None:
-    life.scheduler._requests.live["r"].state.kept_tokens += 1
+    life.scheduler._requests.live["r"].state.retractions += 1
 
 
 def write_history(life: Life) -> None:
@@ -84,7 +84,7 @@ def write_history(life: Life) -> None:
 
 
 def write_entry(life: Life) -> None:
-    life.scheduler._requests.live["r"].entry.displaced = True
+    life.scheduler._requests.live["r"].state.displaced = True
 
 
 def write_list(life: Life) -> None:

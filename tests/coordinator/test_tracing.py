@@ -151,7 +151,8 @@ def test_trace_goes_on_after_a_restart() -> None:
     after = RequestTrace(facts, own_context(facts, 0.0), OFFSET_S)
     state = RequestState(facts, now=-5.0)
     seen = after.follow(state.lines_since(0), state, 0)
-    state.recover_placed(7.0, 3, "w0", staged=True)
+    state.placement, state.worker = 3, "w0"
+    state.recover_placed(7.0, staged=True)
     seen += after.follow(state.lines_since(1), state, 20)
     state.state = state.state.FINISHED
     seen += after.follow([Transition(9.0, "released", "FINISHED", "")], state, 50)

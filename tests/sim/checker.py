@@ -31,7 +31,7 @@ import trio._core._run
 
 from coordinator.journal.records import RequestFacts
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.entries import EntryPhase, RequestEntry
+from coordinator.scheduling.request_state import EntryPhase, RequestState
 from coordinator.tokens.logprob_rows import unpack_logprobs
 from coordinator.workers.epoch_link import WorkerLink
 from protocol import messages, units
@@ -188,7 +188,7 @@ class Checker(trio.abc.Instrument):
                             "I2", f"page {page} of {node} is given to {other.placement} and {run.placement}"
                         )
 
-    def _check_rows(self, life: CoordinatorLife, entry: RequestEntry) -> None:
+    def _check_rows(self, life: CoordinatorLife, entry: RequestState) -> None:
         """What the coordinator counts as durable is there."""
         truth = life.truth_of(entry.request_index)
         if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.placement):

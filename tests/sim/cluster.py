@@ -43,8 +43,9 @@ from coordinator.actor import open_supervisor
 from coordinator.journal.journal import GroupCommit
 from coordinator.memory.changes import Change, Reserve
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.throughput import FloorRoom, HotFloor, Look
 from coordinator.service import Coordinator
@@ -258,7 +259,7 @@ class CoordinatorLife:
     def ledgers(self) -> dict[str, Ledger]:
         return self._scheduler._ledgers if self._scheduler else {}
 
-    def entries(self) -> list[RequestEntry]:
+    def entries(self) -> list[RequestState]:
         return list(self.scheduler._placement_table.entries.values()) if self._scheduler else []
 
     def workers(self) -> dict[str, WorkerEntry]:

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from coordinator.scheduling import placement_table, worker_registry
-from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.groups import GroupLife, life_of
 from coordinator.scheduling.placement_table import PlacementTable
+from coordinator.scheduling.request_state import RequestState
 from coordinator.workers.worker_epoch import WorkerEpoch
 from protocol import messages
 from tests.sim.groups import RankRounds
@@ -59,7 +60,7 @@ def forget_the_requests_of_the_second_rank_that_dies() -> Plan:
     original = PlacementTable.lose
     over: set[GroupLife] = set()
 
-    def lose(self: PlacementTable, worker: WorkerEntry) -> list[RequestEntry]:
+    def lose(self: PlacementTable, worker: WorkerEntry) -> list[RequestState]:
         life = life_of(worker)
         if life is None or life not in over:
             over.update((life,) if life else ())

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from coordinator.journal.records import RequestAccepted, RequestFacts, RequestOrdered, digest_of
-from coordinator.scheduling.entries import RequestEntry
-from coordinator.scheduling.events import ResumeOrder, RetractOrder
+from coordinator.scheduling.events import Admitted, ResumeOrder, RetractOrder, RowsGivenUp
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.request_state import Action, RequestState, Rows
 from protocol import messages
@@ -52,7 +51,7 @@ def add_request(
     prompt_tokens: int,
     max_tokens: int,
     prefill_mode: str = messages.AUTO,
-) -> RequestEntry:
+) -> RequestState:
     """A new request, waiting."""
     rank = table.next_rank(priority)
     return table.add(make_facts(request_index, prompt_tokens, max_tokens, rank=rank, prefill_mode=prefill_mode))
@@ -78,8 +77,15 @@ def resume(reason: str) -> OrderOf:
 
 
 def handle(request: RequestState, event: object, rows: Rows, now: float) -> list[Action]:
-    """Have `request` handle `event`; what is ordered has changed before, as the Scheduler does it."""
+    """Have `request` handle `event`; its orders and its place have changed before, as the
+    Scheduler does it."""
     if isinstance(event, OrderOf):
-        request.entry.ordered = make_ordered(held=event.held)
+        request.ordered = make_ordered(held=event.held)
         event = event.order
+    elif isinstance(event, Admitted):
+        request.placement, request.worker = event.command.placement, event.worker
+        request.own_tokens, request.kept_tokens = request.facts.part_of_prompt(request.kept_tokens), 0
+        request.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
+    elif isinstance(event, RowsGivenUp):
+        request.kept_tokens = 0
     return request.handle(event, rows, now)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Who writes which state: `Ownership` looks at the states of all actors after each step of a task or an actor.
 
     owner                  state                                              written in
-    Scheduler              placement table, request table                     its own task
-    Request                RequestState                                       its steps, in the Scheduler's task
+    Scheduler              placement table, RequestState.*, request table     its own task
+    Request                RequestState: life cycle, history                  its steps, in the Scheduler's task
     HostPool               Ledger                                             its steps, in the Scheduler's task
     Journal                JournalState                                       `append`, `open_pool`, in any task
 
@@ -27,7 +27,7 @@ from coordinator.actor import Actor
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.state import JournalState, RequestRecord
 from coordinator.memory.ledger import GpuBudget, Holding, Ledger
-from coordinator.scheduling.entries import InboundTransfer, RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import PoisonDetector
 from coordinator.scheduling.request_state import RequestState
@@ -37,7 +37,6 @@ from coordinator.scheduling.scheduler import Scheduler
 #: Objects that are part of a state; of others (ports, actors, settings) only which one it is.
 STATES: Final = (
     PlacementTable,
-    RequestEntry,
     WorkerEntry,
     InboundTransfer,
     WorkerDrain,
@@ -54,7 +53,19 @@ STATES: Final = (
 #: Counts of swap-ins and drafts are written as they arrive, by the task of the worker link, like tokens in the token
 #: log.
 #: The ledgers in the journal's state are the HostPools'; which ledger it is counts.
-LEFT_OUT: Final = {(LiveRequest, "swaps"), (LiveRequest, "drafts"), (LiveRequest, "state"), (RequestState, "entry")}
+LEFT_OUT: Final = {(LiveRequest, "swaps"), (LiveRequest, "drafts"), (LiveRequest, "state")}
+#: Fields of a RequestState that steps of its Request write. The Scheduler writes the others, but for `kept_tokens`: the
+#: step that ends a placement writes it, and the Scheduler when it hears of that.
+STEPPED: Final = frozenset(
+    {"state", "keep", "is_staged", "staging", "parked", "resize", "outcome", "verdict", "tail_text"}
+    | {"retractions", "admissions", "prefix_tokens", "cause", "reason", "first", "lines", "lines_dropped"}
+)
+PLACED: Final = frozenset(it.name for it in fields(RequestState)) - STEPPED - {"kept_tokens"}
+
+
+def image_of_request(request: RequestState, names: frozenset[str] = STEPPED | PLACED | {"kept_tokens"}) -> Any:
+    """Return the fields `names` of a request, as values that compare."""
+    return tuple((name, image_of(getattr(request, name))) for name in sorted(names))
 
 
 def image_of(value: object, *, foreign: tuple[type, ...] = (), _seen: set[int] | None = None) -> Any:
@@ -74,6 +85,9 @@ def image_of(value: object, *, foreign: tuple[type, ...] = (), _seen: set[int] |
 
 
 def _image_of_object(value: object, foreign: tuple[type, ...], seen: set[int]) -> Any:
+    if isinstance(value, RequestState) and RequestState not in foreign and id(value) not in seen:
+        seen.add(id(value))
+        return image_of_request(value, PLACED)
     if not isinstance(value, STATES) or isinstance(value, foreign) or id(value) in seen:
         return id(value)
     seen.add(id(value))
@@ -110,7 +124,7 @@ class Ownership(trio.abc.Instrument):
         self._scheduler = scheduler
         table, requests, journal_state = scheduler._placement_table, scheduler._requests, journal.state
         self._watch(scheduler.name, "placement table", table, lambda: image_of(table))
-        self._watch(scheduler.name, "request table", requests, lambda: image_of(requests, foreign=(RequestEntry,)))
+        self._watch(scheduler.name, "request table", requests, lambda: image_of(requests, foreign=(RequestState,)))
         self._watch("", "journal state", journal_state, lambda: image_of(journal_state, foreign=(Ledger,)))
         self._journal_state = self.watched[id(journal_state)]
         journal.append = self._within(journal.append)  # type: ignore[method-assign]
@@ -145,7 +159,7 @@ class Ownership(trio.abc.Instrument):
             if watched.has_changed() and watched.owner != writer:
                 self.violations.append((watched.what, writer))
         for live in self._scheduler._requests.live.values():
-            self._watch(live.request.name, "request state", live.state, partial(image_of, live.state))
+            self._watch(live.request.name, "request state", live.state, partial(image_of_request, live.state, STEPPED))
         for pool in self._scheduler._pools.values():
             self._watch(pool.name, "ledger", pool.ledger, partial(image_of, pool.ledger))
 

@@ -8,7 +8,8 @@ import pytest
 from basics.request_states import State
 from coordinator.memory.changes import Keep
 from coordinator.scheduling import decisions
-from coordinator.scheduling.entries import EntryPhase, WorkerDrain
+from coordinator.scheduling.entries import WorkerDrain
+from coordinator.scheduling.request_state import EntryPhase
 from coordinator.scheduling.validation import check_fits
 from protocol.errors import CapacityError, Unavailable
 from protocol.messages import AUTO, BOTH, DECODE, DIRECT, NO_HOT_BUFFER, NO_TOKEN, PREFILL, STAGED

@@ -10,7 +10,7 @@ from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import AdmitDecision, DemoteDecision
 from coordinator.scheduling.dispatch import NOTHING, Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep, in_transactions
-from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import (
     EndOrder,
     HotBufferResized,
@@ -22,6 +22,7 @@ from coordinator.scheduling.events import (
     WorkerLost,
 )
 from coordinator.scheduling.policy import STRANDED_LIMIT_S
+from coordinator.scheduling.request_state import EntryPhase, RequestState
 from tests.support.facts import add_request
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
@@ -186,7 +187,7 @@ def test_lost_worker_takes_no_placement_and_requests_hear_of_it(desk: Desk) -> N
 
 def test_staged_prompt_is_computed_no_more_and_holds_what_it_held(desk: Desk) -> None:
     table = desk.dispatch.placement_table
-    other: RequestEntry = add_request(table, 8, 0, 100, 300)
+    other: RequestState = add_request(table, 8, 0, 100, 300)
     desk.settle()
     held = desk.ledger.held(other.placement)
     assert 8 in table.computing

@@ -10,9 +10,10 @@ import pytest
 
 from coordinator.scheduling import hot_sizing
 from coordinator.scheduling.decisions import Cause
-from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerDrain
+from coordinator.scheduling.entries import WorkerDrain
 from coordinator.scheduling.events import LinkStats
 from coordinator.scheduling.hot_sizing import HotSizing
+from coordinator.scheduling.request_state import EntryPhase, RequestState
 from coordinator.scheduling.throughput import REACTION_LOOKS_MAX, FloorRoom, HotFloor, Look, StepModel
 from protocol.messages import GroupMember
 from protocol.sizing import RESIDENT
@@ -73,7 +74,7 @@ class Bench:
         pause(self.fake, 2)
         return len(entries) / step_us * 1e6
 
-    def _swap(self, entry: RequestEntry, share: float) -> None:
+    def _swap(self, entry: RequestState, share: float) -> None:
         hits, misses = self.swaps.get(entry.request_index, (0, 0))
         missed = round(STEPS * SELECTED * share)
         self.swaps[entry.request_index] = hits + STEPS * SELECTED - missed, misses + missed

@@ -10,7 +10,7 @@ from coordinator.memory.changes import Keep, Release, Reserve, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import AdmitDecision, DemoteDecision
 from coordinator.scheduling.dispatch import NOTHING, TRANSFER_PAUSE_S, TRANSFERS_FAILED_MAX, Dispatch, Effects
-from coordinator.scheduling.entries import EntryPhase, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import (
     EndOrder,
     PlacementEnded,
@@ -20,6 +20,7 @@ from coordinator.scheduling.events import (
     Stage,
 )
 from coordinator.scheduling.policy import STRANDED_LIMIT_S
+from coordinator.scheduling.request_state import EntryPhase
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, Exited, Withdraw
 from protocol.sizing import Memory
 from protocol.units import PAGE_TOKENS

@@ -8,8 +8,9 @@ from trio.testing import MockClock
 
 from basics.request_states import UNSERVED, PendingKind
 from coordinator.scheduling.dispatch import TRANSFER_PAUSE_S
-from coordinator.scheduling.entries import RequestEntry, WorkerDrain
+from coordinator.scheduling.entries import WorkerDrain
 from coordinator.scheduling.pending import NOTES_MAX, PendingReason, PendingReasons, unserved
+from coordinator.scheduling.request_state import RequestState
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL
 from tests.coordinator.scheduling.test_inbound_transfers import SLOT, Desk
 from tests.support.fakes.fake_cluster import FakeCluster
@@ -281,7 +282,7 @@ def test_due_names_each_request_once_in_a_wait() -> None:
     assert pending.due(fake.now) == []
 
 
-def kinds(found: list[tuple[RequestEntry, PendingReason]]) -> dict[int, str]:
+def kinds(found: list[tuple[RequestState, PendingReason]]) -> dict[int, str]:
     return {entry.request_index: str(reason.kind) for entry, reason in found}
 
 

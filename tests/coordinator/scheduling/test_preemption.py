@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.scheduling.entries import RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import Preemption, find_preemption
+from coordinator.scheduling.request_state import RequestState
 from protocol.sizing import RESIDENT, HotSize, Memory
 from tests.support.facts import add_request
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
@@ -27,7 +28,7 @@ class Stage:
         self.placement_table.add_worker(worker)
         return worker
 
-    def waiting(self, priority: int = 0, *, kept: int = 0, held: bool = False) -> RequestEntry:
+    def waiting(self, priority: int = 0, *, kept: int = 0, held: bool = False) -> RequestState:
         self.request_indices += 1
         entry = add_request(self.placement_table, self.request_indices, priority, 64, 640)
         if kept:
@@ -37,20 +38,20 @@ class Stage:
         self.placement_table.hold(entry, held)
         return entry
 
-    def place(self, entry: RequestEntry, hot_size: HotSize, pages: int, worker: WorkerEntry | None = None) -> None:
+    def place(self, entry: RequestState, hot_size: HotSize, pages: int, worker: WorkerEntry | None = None) -> None:
         memory = Memory(pages, hot_size.hot_chunks, pages)
         self.placement_table.admit(entry, worker or self.worker, memory, hot_size)
 
     def running(
         self, priority: int = 0, *, chunks: int = 10, pages: int = 10, worker: WorkerEntry | None = None
-    ) -> RequestEntry:
+    ) -> RequestState:
         entry = self.waiting(priority)
         hot_size = HotSize({3: 128, 5: 256}.get(chunks, RESIDENT), chunks)
         self.place(entry, hot_size, pages, worker=worker)
         self.placement_table.start(entry)
         return entry
 
-    def remedy(self, need: Memory, asker: RequestEntry, free: Memory = NONE_FREE) -> Preemption | None:
+    def remedy(self, need: Memory, asker: RequestState, free: Memory = NONE_FREE) -> Preemption | None:
         return find_preemption(self.placement_table, self.worker, free, need, asker)
 
 

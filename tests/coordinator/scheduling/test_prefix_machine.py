@@ -26,14 +26,13 @@ import coordinator.scheduling.prefix_reuse
 from coordinator.actor import Actor
 from coordinator.journal.ledger_image import ledger_from, parts_of
 from coordinator.journal.records import RequestFacts
-from coordinator.journal.state import no_order
 from coordinator.memory.changes import AddWorker, Change, Keep, LoseWorker, ProveExit, Release, Reserve, apply
 from coordinator.memory.host_pool import HostPool, Transact
 from coordinator.memory.ledger import Freeing, Ledger
 from coordinator.memory.prefix_index import Chain, Digest, PrefixIndex, root_of
 from coordinator.scheduling.effects import LedgerStep
-from coordinator.scheduling.entries import EntryPhase, RequestEntry
 from coordinator.scheduling.prefix_reuse import PrefixReuse
+from coordinator.scheduling.request_state import EntryPhase, RequestState
 from metrics.state import Buckets
 from protocol.errors import HiSparseError
 from protocol.messages import ModelInfo, Sampling, WorkerCapacity
@@ -64,7 +63,7 @@ def tokens_of(contents: Sequence[int], more: int = 0) -> bytes:
 class Life:
     """One request on a worker, or with kept pages."""
 
-    entry: RequestEntry
+    entry: RequestState
     owner: tuple[str, str]
     contents: tuple[int, ...]  # of its full pages, generated ones too
     prompt_pages: int
@@ -155,14 +154,14 @@ class PrefixMachine(RuleBasedStateMachine):
         root = self.reuse.root(MODEL, scope)
         return Chain(root, self.reuse.digests(root, prompt), scope)
 
-    def _make(self, owner: tuple[str, str], contents: Sequence[int]) -> RequestEntry:
+    def _make(self, owner: tuple[str, str], contents: Sequence[int]) -> RequestState:
         prompt = tokens_of(contents, more=1)
         self.placements += 1
         number = self.placements
         facts = RequestFacts(
             number, f"r{number}", (0, 0, number), "o", owner[0], len(prompt) // 4, b"", Sampling(9), 0.0
         )
-        entry = RequestEntry(facts, no_order(number))
+        entry = RequestState(facts, now=0.0)
         entry.chain = self._digest(owner, prompt)
         return entry
 
@@ -196,7 +195,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return self._place(entry, owner, contents, worker, share)
 
     def _place(
-        self, entry: RequestEntry, owner: tuple[str, str], contents: Sequence[int], worker: str, share: np.ndarray
+        self, entry: RequestState, owner: tuple[str, str], contents: Sequence[int], worker: str, share: np.ndarray
     ) -> Life | None:
         fresh = len(contents) + 1 - share.size
         idle = int(self.ledger.is_idle(share).sum()) if share.size else 0

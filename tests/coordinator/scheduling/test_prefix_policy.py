@@ -16,11 +16,12 @@ from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling import decisions
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep
-from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.entries import WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import LinkStats, PlacementEnded, PlacementProgressed, Stage
 from coordinator.scheduling.following import FOLLOW_LIMIT_S
 from coordinator.scheduling.pending import PendingReasons
 from coordinator.scheduling.prefix_reuse import PrefixReuse
+from coordinator.scheduling.request_state import RequestState
 from protocol.messages import BOTH, DECODE, PREFILL, Command, ModelInfo
 from protocol.sizing import Memory
 from protocol.units import PAGE_TOKENS
@@ -64,7 +65,7 @@ class Planner:
 
     def submit(
         self, number: int, contents: str, *, more: int = 1, user: str = "ann", salt: str = "", priority: int = 0
-    ) -> RequestEntry:
+    ) -> RequestState:
         """A prompt of a page for each letter, and `more` tokens."""
         tokens = np.array([ord(it) for it in contents for _ in range(PAGE_TOKENS)] + [1] * more, dtype=np.int32)
         facts = make_facts(number, len(tokens), 8, rank=self.table.next_rank(priority, (user, "")), user=user)
@@ -111,18 +112,18 @@ class Planner:
     def admitted(self) -> dict[int, decisions.AdmitDecision]:
         return {it.entry.request_index: it for it in self.plan() if isinstance(it, decisions.AdmitDecision)}
 
-    def compute(self, entry: RequestEntry, pages: int) -> None:
+    def compute(self, entry: RequestState, pages: int) -> None:
         self.take(self.dispatch.prompt_rows(entry, pages * PAGE_TOKENS))
         self.check()
 
-    def stage(self, entry: RequestEntry, took_s: float = 0.0) -> None:
+    def stage(self, entry: RequestState, took_s: float = 0.0) -> None:
         for stage in (Stage.STAGED, Stage.STARTED):
             self.take(
                 self.dispatch.progressed(PlacementProgressed(entry.request_index, entry.placement, stage, took_s))
             )
         self.check()
 
-    def leave(self, entry: RequestEntry, cacheable: int = 0, *, is_suspect: bool = False) -> None:
+    def leave(self, entry: RequestState, cacheable: int = 0, *, is_suspect: bool = False) -> None:
         self.table.leave(entry, frees_pages=True)
         ended = PlacementEnded(entry.request_index, entry.placement, 0, True, -1, b"", cacheable, is_suspect)
         self.take(self.dispatch.departed(ended, 0))

@@ -13,10 +13,10 @@ from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.entries import EntryPhase, RequestEntry, WorkerEntry
+from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import PlacementAdopted, RetractOrder, WorkerLost
 from coordinator.scheduling.reconciliation import adopt
-from coordinator.scheduling.request_state import RequestState, Rows
+from coordinator.scheduling.request_state import EntryPhase, RequestState, Rows
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow
 from protocol.messages import Grant, Resize, Resized, Staged, Withdraw
@@ -43,7 +43,7 @@ class Desk:
         placement_table = self.dispatch.placement_table
         placement_table.go_on_from(arrivals=1, placements=1)
         placement_table.add_worker(self.worker)
-        self.entry: RequestEntry = placement_table.recover(make_facts(7, 100, 300), 30)
+        self.entry: RequestState = placement_table.recover(make_facts(7, 100, 300), 30)
         placement_table.recover_placed(self.entry, "n0", "w0", 1, memory)
         placement_table.recover_place(self.entry, self.worker)
         placement_table.check_invariants(lambda _: self.ledger)
@@ -180,8 +180,9 @@ def test_worker_that_claims_too_much_is_refused(claims: InventoryRow) -> None:
 
 def recovered_state(*, hold: bool = False, outcome: str = "") -> RequestState:
     state = RequestState(make_facts(7, 100), now=0.0)
-    state.entry.ordered = make_ordered(7, held=hold)
-    state.recover_placed(1.0, 1, "w0", staged=False)
+    state.ordered = make_ordered(7, held=hold)
+    state.placement, state.worker = 1, "w0"
+    state.recover_placed(1.0, staged=False)
     if outcome:
         state.recover_ending(1.0, outcome, "abort by me")
     state.check_invariants()

@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling.candidates import Candidates
-from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.entries import WorkerDrain, WorkerEntry
 from coordinator.scheduling.free_memory import PlacementAsk
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.prefix_reuse import OWN, PrefixReuse
+from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.shortcut import Standing, WorkerOrder
 from protocol.messages import AUTO, BOTH, DIRECT, PREFILL, STAGED, GroupMember
 from protocol.units import PAGE_TOKENS
@@ -92,7 +93,7 @@ def repr_of(decision: object) -> str:
 def test_plain_requests_go_where_all_workers_asked_would_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, taken = Candidates.plain, list[str]()
 
-    def counted(candidates: Candidates, entry: RequestEntry) -> PlacementAsk | None:
+    def counted(candidates: Candidates, entry: RequestState) -> PlacementAsk | None:
         ask = plain(candidates, entry)
         if ask is not None:
             taken.append(ask.worker.name)

@@ -21,7 +21,7 @@ from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.effects import LedgerStep
-from coordinator.scheduling.entries import RequestEntry, WorkerDrain, WorkerEntry
+from coordinator.scheduling.entries import WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import (
     Admitted,
     Ending,
@@ -119,7 +119,7 @@ class FakeCluster:
         self.uplinks: dict[str, deque[object]] = {}
         self.zombies: list[FakeWorker] = []
         self.epochs: dict[str, int] = {}
-        self.retracted: list[tuple[RequestEntry, Cause]] = []
+        self.retracted: list[tuple[RequestState, Cause]] = []
 
     # ---------------------------------------------------------------- workers
 
@@ -215,15 +215,14 @@ class FakeCluster:
             prefill_mode=prefill_mode,
             tenant=tenant,
         )
-        entry = table.add(facts)
         self.live[request_index] = FakeLive(
-            RequestState(facts, now=self.now, entry=entry),
+            table.add(facts, self.now),
             messages.Sampling(max_tokens=max_tokens),
             np.arange(prompt_tokens, dtype=np.int32).tobytes(),
         )
         self.dispatch.dirty = True
 
-    def entry(self, request_index: int) -> RequestEntry:
+    def entry(self, request_index: int) -> RequestState:
         return self.dispatch.placement_table.entries[request_index]
 
     def tell(self, request_index: int, event: RequestOrder | WorkerEvent) -> None:
