@@ -148,7 +148,7 @@ class SchedulerApi(Actor[Message]):
         which pages are not to be trusted. What a request keeps that was on a worker when it died is never cached."""
         for live in [*self._requests.live.values()]:
             await trio.lowlevel.checkpoint()
-            if live.state.strikes:
+            if live.strikes:
                 continue
             scope = self._prefix_reuse.scope_of(live.facts)
             chain = await self._chain_of(live.prompt, scope, {}) if scope is not None else None
@@ -350,9 +350,10 @@ class SchedulerApi(Actor[Message]):
             if isinstance(event, messages.Released) and event.placement in self._placement_table.transfers:
                 self.tell(events.TransferClosed(worker, epoch, event.placement, event.durable_tokens))
             return
-        if live.request.room() < FLOOD_MARGIN:
+        request = self._requests.by_index[live.request_index]
+        if request.room() < FLOOD_MARGIN:
             raise ProtocolError(f"floods request {live.facts.request_id}", field="worker", value=worker)
-        live.request.tell(event)
+        request.tell(event)
 
     def starving(self, request_indices: Int32Array) -> None:
         """Request indices whose granted headroom is short; repeating one costs next to nothing."""

@@ -19,7 +19,8 @@ from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import AuditAsk, InventoryTaken
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.prefix_reuse import PrefixReuse
-from coordinator.scheduling.request_table import LiveRequest, RequestTable
+from coordinator.scheduling.request_state import RequestState
+from coordinator.scheduling.request_table import RequestTable
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol.errors import ProtocolError
@@ -127,11 +128,11 @@ class Auditor:
     def _is_to_come(self, placement: int) -> bool:
         """Its memory is given and its Request has yet to send the Admit, which then goes behind an Audit sent now."""
         live = self._requests.by_placement.get(placement)
-        return live is not None and not live.state.is_placed
+        return live is not None and not live.is_placed
 
     def _is_resizing(self, placement: int) -> bool:
         live = self._requests.by_placement.get(placement)
-        return live is not None and live.state.resizing is not None
+        return live is not None and live.resizing is not None
 
     def _awaited(self, node: str) -> list[int]:
         kept = [entry.placement for entry in self._placement_table.kept.values() if entry.node == node]
@@ -156,16 +157,18 @@ class Auditor:
         return self._repair(node, worker, difference, live)
 
     def _repair(
-        self, node: str, worker: WorkerEntry | None, difference: Difference, live: LiveRequest | None
+        self, node: str, worker: WorkerEntry | None, difference: Difference, live: RequestState | None
     ) -> list[LedgerStep]:
         """Only where one side has nothing left to lose: the worker holds what was never given, or has let go of all."""
         placement = difference.placement
         if difference.kind == STRAY and worker is not None:
             worker.port.send(Withdraw(placement))
         elif difference.kind == UNRELEASED and live is not None:
-            live.request.tell(Released(placement, self._token_log.durable(live.state.request_index)))
+            self._requests.by_index[live.request_index].tell(
+                Released(placement, self._token_log.durable(live.request_index))
+            )
         elif difference.kind in (UNRELEASED, ORPHAN):
-            note = journal.RequestDeparted(live.state.request_index, 0) if live is not None else None
+            note = journal.RequestDeparted(live.request_index, 0) if live is not None else None
             return [LedgerStep(node, Release(placement), note)]
         return []
 
@@ -196,6 +199,6 @@ class Auditor:
         return DifferenceRow(name, kind, placement, request_id, ours, theirs, kind in REPAIRED)
 
 
-def _history(live: LiveRequest | None) -> str:
-    lines = live.state.history()[-HISTORY_LINES:] if live is not None else ()
+def _history(live: RequestState | None) -> str:
+    lines = live.history()[-HISTORY_LINES:] if live is not None else ()
     return " | ".join(f"{line.event} -> {line.state} {line.reason}".rstrip() for line in lines)

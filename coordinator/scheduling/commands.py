@@ -8,8 +8,8 @@ from typing import Final
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.events import CommandAsk, DrainAsk, RequestCommand
-from coordinator.scheduling.request_state import describe_size
-from coordinator.scheduling.request_table import EndedRequest, LiveRequest, RequestTable
+from coordinator.scheduling.request_state import RequestState, describe_size
+from coordinator.scheduling.request_table import EndedRequest, RequestTable
 from protocol.errors import BadInput, CapacityError, NotFound, WrongState
 from protocol.messages import NAME_CHARS_MAX, NO_HOT_BUFFER, WorkerCapacity
 from protocol.sizing import RESIDENT, Length, can_force
@@ -26,7 +26,7 @@ def carry_out(
     lives = find(ask, requests)
     if ask.command is RequestCommand.RESIZE:
         for live in lives:
-            check_size(ask.hot_slots, live.facts.request_id, live.state.length, capacities)
+            check_size(ask.hot_slots, live.facts.request_id, live.length, capacities)
     effects = [_apply(ask, live, dispatch) for live in lives]
     return effects, tuple(f"{live.facts.request_id}: {_promise(ask, live)}" for live in lives)
 
@@ -54,44 +54,44 @@ def release_quarantine(
     return effects, tuple(f"{name}: released what its lost epochs {epochs[name]} had" for name in names)
 
 
-def find(ask: CommandAsk, requests: RequestTable) -> list[LiveRequest]:
+def find(ask: CommandAsk, requests: RequestTable) -> list[RequestState]:
     """The live requests named, each once, all of which may be asked for `ask.command` now. Raises NotFound or
     WrongState of the first that may not, BadInput for none or too many."""
     if not 0 < len(ask.request_ids) <= IDS_MAX:
         count = len(ask.request_ids)
         raise BadInput(f"name 1 to {IDS_MAX} requests", field="request_ids", value=count, remedy="split the call")
-    lives: list[LiveRequest] = []
+    lives: list[RequestState] = []
     for request_id in dict.fromkeys(ask.request_ids):
         found = requests.find(request_id, ask.user)
         if isinstance(found, EndedRequest):
             raise WrongState(
-                f"cannot {ask.command.value} a request that is {found.live.state.state}",
+                f"cannot {ask.command.value} a request that is {found.live.state}",
                 field="request_id",
                 value=request_id,
                 remedy="it has ended: read its output, or submit it again",
             )
-        found.state.check_command(ask.command)
+        found.check_command(ask.command)
         lives.append(found)
     return lives
 
 
-def _apply(ask: CommandAsk, live: LiveRequest, dispatch: Dispatch) -> Effects:
+def _apply(ask: CommandAsk, live: RequestState, dispatch: Dispatch) -> Effects:
     reason = f"{ask.command.value} by {ask.owner}"
     match ask.command:
         case RequestCommand.ABORT:
-            return dispatch.end(live.state, "ABORTED", reason)
+            return dispatch.end(live, "ABORTED", reason)
         case RequestCommand.RETRACT:
-            return dispatch.retract(live.state, keep=ask.keep, hold=ask.hold, reason=reason)
+            return dispatch.retract(live, keep=ask.keep, hold=ask.hold, reason=reason)
         case RequestCommand.RESUME:
-            return dispatch.resume(live.state, reason)
+            return dispatch.resume(live, reason)
         case RequestCommand.RESIZE:
-            return dispatch.force(live.state, ask.hot_slots)
+            return dispatch.force(live, ask.hot_slots)
 
 
-def _promise(ask: CommandAsk, live: LiveRequest) -> str:
+def _promise(ask: CommandAsk, live: RequestState) -> str:
     match ask.command:
         case RequestCommand.ABORT:
-            return "aborted once its memory is released" if live.state.is_placed else "aborted"
+            return "aborted once its memory is released" if live.is_placed else "aborted"
         case RequestCommand.RETRACT:
             return f"retracted, rows {'kept' if ask.keep else 'dropped'}{', held until resumed' if ask.hold else ''}"
         case RequestCommand.RESUME:
@@ -102,11 +102,11 @@ def _promise(ask: CommandAsk, live: LiveRequest) -> str:
             return f"{describe_size(ask.hot_slots)} as soon as chunks are free"
 
 
-def _resumed(live: LiveRequest) -> str:
+def _resumed(live: RequestState) -> str:
     """Say what becomes of a request that is held no longer; its rows are known once it has left its worker."""
-    if live.state.is_placed:
+    if live.is_placed:
         return "held no longer, runs again once it has left its worker and memory is free"
-    if rows := live.state.kept_tokens:
+    if rows := live.kept_tokens:
         return f"held no longer, its {rows} rows were kept, runs as soon as memory is free"
     return "held no longer, its prompt is prefilled again as soon as memory is free"
 
@@ -135,9 +135,9 @@ def check_size(
     )
 
 
-def is_set_aside(live: LiveRequest) -> bool:
+def is_set_aside(live: RequestState) -> bool:
     """Held, and on no worker: a stop does not wait for it."""
-    return live.state.held and not live.state.is_placed
+    return live.held and not live.is_placed
 
 
 def drain_promise(ask: DrainAsk, requests: int) -> str:
@@ -151,7 +151,7 @@ def drain_promise(ask: DrainAsk, requests: int) -> str:
     return f"draining, {_counted(requests)} {how}, retracted after {ask.deadline_s:g} s"
 
 
-def stop_promise(lives: Collection[LiveRequest], left_s: float, *, is_kept: bool) -> str:
+def stop_promise(lives: Collection[RequestState], left_s: float, *, is_kept: bool) -> str:
     """Say how long requests may run on, how many there are, and what becomes of those that have not ended by then."""
     held = sum(map(is_set_aside, lives))
     running = len(lives) - held

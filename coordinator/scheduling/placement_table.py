@@ -61,9 +61,9 @@ class PlacementTable:
         self._arrivals += 1
         return -priority, self._turns.next(priority, owner), self._arrivals
 
-    def add(self, facts: RequestFacts, now: float = 0.0) -> RequestState:
+    def add(self, facts: RequestFacts, now: float = 0.0, prompt: bytes = b"", grammar: str = "") -> RequestState:
         """Add a request that was submitted at `now`, waiting."""
-        entry = RequestState(facts, now=now, submitted=facts.submission)
+        entry = RequestState(facts, prompt, grammar, now)
         self.entries[facts.request_index] = self.by_rank[facts.rank] = self.unexplained[facts.request_index] = entry
         insort(self.waiting, facts.rank)
         self._turns.add(facts)
@@ -258,9 +258,11 @@ class PlacementTable:
         """These were the highest numbers of an earlier incarnation."""
         self._arrivals, self._placements = arrivals, placements
 
-    def recover(self, facts: RequestFacts, generated: int, now: float = 0.0) -> RequestState:
+    def recover(
+        self, facts: RequestFacts, generated: int, now: float = 0.0, prompt: bytes = b"", grammar: str = ""
+    ) -> RequestState:
         """A request of an earlier incarnation, waiting, as its history says."""
-        entry = self.add(facts, now)
+        entry = self.add(facts, now, prompt, grammar)
         entry.generated = generated
         del self.unexplained[facts.request_index]
         return entry

@@ -38,7 +38,7 @@ from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import poison_reason
 from coordinator.scheduling.prefix_reuse import own_unit
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import LiveRequest, RequestTable
+from coordinator.scheduling.request_table import RequestTable
 from coordinator.tokens.token_log import TokenLog
 from protocol.messages import NO_TOKEN
 
@@ -169,11 +169,10 @@ def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Pl
     ended, facts = record.ended, record.facts
     assert ended is not None
     at = ended.at_s - place.wall_offset_s
-    state = RequestState(facts, now=facts.at_s - place.wall_offset_s, submitted=facts.submission)
+    state = RequestState(facts, submitted_at=facts.at_s - place.wall_offset_s)
     state.ordered, state.generated = record.ordered, ended.generated_tokens
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
-    live = LiveRequest(facts, state, place.make_request(state, None), b"")
-    place.requests.add_ended(live, at)
+    place.requests.add_ended(state, at)
     if (
         record.placed is None
         or not _is_held(record.placed, journal_state)
@@ -199,7 +198,7 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
     facts, ordered, dispatch = record.facts, record.ordered, place.dispatch
     placed = record.placed if record.placed and _is_held(record.placed, journal_state) else None
     generated, now = place.token_log.length(facts.request_index), facts.at_s - place.wall_offset_s
-    entry = dispatch.placement_table.recover(facts, generated, now)
+    entry = dispatch.placement_table.recover(facts, generated, now, record.prompt, record.grammar)
     dispatch.placement_table.poison_detector.recover(entry, record.strikes, record.mark)
     if record.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, record.killed)
@@ -212,23 +211,21 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
     worker = dispatch.placement_table.workers.get(placed.worker) if placed and record.on_worker else None
     if worker is not None and placed and worker.epoch != placed.epoch:
         worker = None
-    request = place.make_request(entry, worker.port if worker else None)
-    live = LiveRequest(facts, entry, request, record.prompt, grammar=record.grammar)
-    place.requests.add(live)
+    place.requests.add(place.make_request(entry, worker.port if worker else None))
     if placed and record.on_worker:
-        return _restore_placed(placed, record, live, worker, journal_state, place)
-    return _restore_waiting(placed, record, live, journal_state, place)
+        return _restore_placed(placed, record, entry, worker, journal_state, place)
+    return _restore_waiting(placed, record, entry, journal_state, place)
 
 
 def _restore_waiting(
     placed: journal.RequestPlaced | None,
     record: RequestRecord,
-    live: LiveRequest,
+    entry: RequestState,
     journal_state: JournalState,
     place: Place,
 ) -> Effects:
     """Keeping what is left of `placed`, if anything is."""
-    entry, ordered, kept_tokens = live.state, live.state.ordered, record.kept_tokens if placed else 0
+    ordered, kept_tokens = entry.ordered, record.kept_tokens if placed else 0
     if placed is not None:
         pages = journal_state.ledgers[placed.node].held(placed.placement).host_pages
         place.dispatch.placement_table.recover_kept(
@@ -244,14 +241,13 @@ def _restore_waiting(
 def _restore_placed(
     placed: journal.RequestPlaced,
     record: RequestRecord,
-    live: LiveRequest,
+    entry: RequestState,
     worker: WorkerEntry | None,
     journal_state: JournalState,
     place: Place,
 ) -> Effects:
     """Restore a request on `worker`, or (None) on one that the earlier incarnation had lost."""
-    placement_table, entry, facts = place.dispatch.placement_table, live.state, live.facts
-    ordered = entry.ordered
+    placement_table, facts, ordered = place.dispatch.placement_table, entry.facts, entry.ordered
     ledger = journal_state.ledgers[placed.node]
     memory = ledger.held(placed.placement)
     placement_table.recover_placed(
@@ -266,7 +262,7 @@ def _restore_placed(
         entry.recover_ending(place.now, ordered.outcome, ordered.reason)
     if ordered.outcome or ordered.held:
         placement_table.leave(entry, frees_pages=bool(ordered.outcome))
-    place.requests.begin_placement(live, placed.placement, placed.epoch)
+    place.requests.begin_placement(entry, placed.placement, placed.epoch)
     if worker is not None:
         return Effects()
     exited = ledger.has_exited(placed.worker, placed.epoch)

@@ -70,11 +70,9 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
         journal: Journal,
         wall_offset_s: float,
         counters: CoordinatorCounters,
-        drafts: Callable[[], tuple[int, int]],
         port: WorkerPort | None = None,
         follow: Follow | None = None,
     ) -> None:
-        """`drafts` tells what its placements have verified so far, and accepted."""
         name = f"request {state.facts.request_id}"
         super().__init__(name, mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX, stepped_by=scheduler)
         self.state = state
@@ -84,7 +82,6 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
         self._journal = journal
         self._wall_offset_s = wall_offset_s
         self._counters = counters
-        self._drafts = drafts
         self._port = port
         self._follow = follow
         self._waits = Waits(state.state, state.held, clock())
@@ -155,7 +152,7 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
         """The end is written: the client may hear of it, and nothing more is to come."""
         if ending.outcome == State.FAILED:
             self._counters.failed[self.state.cause or UNKNOWN] += 1
-        drafted, accepted = self._drafts()
+        drafted, accepted = self.state.drafts_in_all
         self._listener.ended(structs.replace(ending, drafted_tokens=drafted, accepted_tokens=accepted))
         self.tell(ending)
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
+
+from msgspec import structs
 
 from basics.request_states import ACTIVE, RESUMABLE, TERMINAL, WAITING, State, state_text
 from coordinator.journal.records import RequestFacts, RequestOrdered
@@ -58,7 +60,7 @@ from coordinator.scheduling.lifecycle import (
 )
 from protocol import messages
 from protocol.errors import InternalError, ProtocolError, WrongState
-from protocol.messages import NO_TOKEN, FirstToken, Rank
+from protocol.messages import NO_TOKEN, FirstToken, Rank, Sampling
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 from protocol.units import PAGE_TOKENS
 
@@ -93,6 +95,24 @@ class Rows(NamedTuple):
     durable: int
 
 
+class Swaps(NamedTuple):
+    """Rows that swap-in found hot, and rows that it loaded."""
+
+    hits: int
+    misses: int
+
+
+class Drafts(NamedTuple):
+    """Drafts that steps verified, and those that were right."""
+
+    drafted: int
+    accepted: int
+
+
+NO_SWAPS = Swaps(0, 0)
+NO_DRAFTS = Drafts(0, 0)
+
+
 class Transition(NamedTuple):
     """One line of a history; `at` on the coordinator's clock."""
 
@@ -121,9 +141,10 @@ class RequestState:
     `hot` mirror the node's ledger, with the plan under way; `PlacementTable.check_invariants` compares them.
     """
 
-    facts: RequestFacts  # durable, as RequestAccepted
-    now: InitVar[float] = field(kw_only=True)
-    submitted: InitVar[str] = field(default="", kw_only=True)  # reason of the first line of its history
+    facts: RequestFacts  # durable, as RequestAccepted, with the next two
+    prompt: bytes = b""  # until it ends
+    grammar: str = ""
+    submitted_at: float = 0.0  # on the coordinator's clock
 
     # durable, by records that RequestRecord puts together
     ordered: RequestOrdered = field(init=False)  # replaced, never changed: the journal refers to the same record
@@ -131,6 +152,7 @@ class RequestState:
     mark: int = -1
     placement: int = 0  # on a worker, or where its kept pages are
     worker: str = ""
+    epoch: int = 0
     node: str = ""
     own_tokens: int = 0  # of its prompt, and not all: rows with which this placement, or the last one, began
     prefills_only: bool = False  # this placement, or the last one: its worker does not decode it
@@ -176,18 +198,20 @@ class RequestState:
     reasons_told: frozenset[str] = frozenset()  # waiting: kinds of reasons that its history names already
 
     # not kept: counts and words of this incarnation
+    swaps_before: Swaps = NO_SWAPS  # of earlier placements
+    swaps: Swaps = NO_SWAPS  # of this one, so far, as its worker counts
+    drafts_before: Drafts = NO_DRAFTS
+    drafts: Drafts = NO_DRAFTS
     retractions: int = 0
     admissions: int = 0
     prefix_tokens: int = 0  # of its prompt, reused when it was first admitted
     cause: str = ""  # of a failure, in one word
     reason: str = ""
-    first: Transition = field(init=False)
     lines: deque[Transition] = field(default_factory=lambda: deque(maxlen=HISTORY_LINES_MAX - 1))
     lines_dropped: int = 0
 
-    def __post_init__(self, now: float, submitted: str) -> None:
+    def __post_init__(self) -> None:
         self.ordered = no_order(self.facts.request_index)
-        self.first = Transition(now, "submitted", self.state, submitted)
 
     @property
     def request_index(self) -> int:
@@ -201,6 +225,26 @@ class RequestState:
     def length(self) -> Length:
         facts = self.facts
         return Length(facts.prompt_tokens, self.generated, facts.sampling.max_tokens)
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes of its prompt and its grammar, while it lives."""
+        return len(self.prompt) + len(self.grammar)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling parameters as they were submitted, until the request ends."""
+        known = self.facts.sampling
+        return structs.replace(known, grammar=self.grammar) if self.grammar else known
+
+    @property
+    def swaps_in_all(self) -> Swaps:
+        return Swaps(self.swaps_before.hits + self.swaps.hits, self.swaps_before.misses + self.swaps.misses)
+
+    @property
+    def drafts_in_all(self) -> Drafts:
+        before, now = self.drafts_before, self.drafts
+        return Drafts(before.drafted + now.drafted, before.accepted + now.accepted)
 
     @property
     def own_pages(self) -> int:
@@ -274,6 +318,11 @@ class RequestState:
                 value=self.facts.request_id,
                 remedy=remedy,
             )
+
+    @property
+    def first(self) -> Transition:
+        """First line of its history, which is kept."""
+        return Transition(self.submitted_at, "submitted", State.QUEUED, self.facts.submission)
 
     def history(self) -> tuple[Transition, ...]:
         """Every line that is kept, oldest first; a gap is said."""

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
-
-from msgspec.structs import replace
 
 from basics.request_states import WAITING, State
 from basics.rooms import RoomUse
 from basics.shares import check_share, is_near
-from coordinator.journal.records import RequestFacts, digest_of, with_named_grammar
+from coordinator.journal.records import digest_of, with_named_grammar
 from coordinator.scheduling.pending import PendingReason, PendingReasons
 from coordinator.scheduling.prompt_waits import PromptWaits
-from coordinator.scheduling.request_state import HISTORY_LINES_MAX, RequestState
+from coordinator.scheduling.request_state import HISTORY_LINES_MAX, NO_DRAFTS, NO_SWAPS, Drafts, RequestState, Swaps
 from coordinator.scheduling.turns import Owner
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
 from protocol.errors import NotFound, ProtocolError, WrongState
-from protocol.messages import GRAMMAR_CHARS_MAX, Counters, HistoryLine, RequestRow, Sampling, Submit
+from protocol.messages import GRAMMAR_CHARS_MAX, Counters, HistoryLine, RequestRow, Submit
 
 if TYPE_CHECKING:
     from coordinator.scheduling.dispatch import Dispatch
@@ -33,55 +30,10 @@ if TYPE_CHECKING:
 PROMPT_BYTES_MAX: Final = 8 << 30
 
 
-class Swaps(NamedTuple):
-    """Rows that swap-in found hot, and rows that it loaded."""
-
-    hits: int
-    misses: int
-
-
-class Drafts(NamedTuple):
-    """Drafts that steps verified, and those that were right."""
-
-    drafted: int
-    accepted: int
-
-
-NO_SWAPS = Swaps(0, 0)
-NO_DRAFTS = Drafts(0, 0)
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """A live request: what never changes, its state, its actor, and its prompt and grammar, until it ends."""
-
-    facts: RequestFacts
-    state: RequestState
-    request: Request
-    prompt: bytes
-    epoch: int = 0
-    swaps_before: Swaps = NO_SWAPS  # of earlier placements
-    swaps: Swaps = NO_SWAPS  # of this one, so far
-    drafts_before: Drafts = NO_DRAFTS
-    drafts: Drafts = NO_DRAFTS
-    grammar: str = ""
-
-    @property
-    def prompt_bytes(self) -> int:
-        """Bytes of its prompt and its grammar, while it lives."""
-        return len(self.prompt) + len(self.grammar)
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling parameters as they were submitted, until the request ends."""
-        known = self.facts.sampling
-        return replace(known, grammar=self.grammar) if self.grammar else known
-
-
 class EndedRequest(NamedTuple):
     """A request that is over, and when it ended. Its prompt and its grammar are gone."""
 
-    live: LiveRequest
+    live: RequestState
     at: float
 
 
@@ -91,9 +43,9 @@ class RequestTable:
     def __init__(
         self, token_log: TokenLog, settings: CoordinatorSettings, wall_offset_s: float, dispatch: Dispatch
     ) -> None:
-        self.live: dict[str, LiveRequest] = {}
-        self.by_index: dict[int, LiveRequest] = {}
-        self.by_placement: dict[int, LiveRequest] = {}
+        self.live: dict[str, RequestState] = {}
+        self.by_index: dict[int, Request] = {}
+        self.by_placement: dict[int, RequestState] = {}
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self._live_of: Counter[Owner] = Counter()
         self._prompt_bytes_of: Counter[Owner] = Counter()
@@ -106,8 +58,9 @@ class RequestTable:
 
     # ---------------------------------------------------------------- life cycle
 
-    def add(self, live: LiveRequest) -> None:
-        self.live[live.facts.request_id] = self.by_index[live.facts.request_index] = live
+    def add(self, request: Request) -> None:
+        live = request.state
+        self.live[live.facts.request_id], self.by_index[live.request_index] = live, request
         self._live_of[live.facts.turn_owner] += 1
         self._prompt_bytes_of[live.facts.turn_owner] += live.prompt_bytes
 
@@ -133,21 +86,21 @@ class RequestTable:
             "prompt_bytes": RoomUse(self._prompt_bytes_of.total(), PROMPT_BYTES_MAX),
             "ended_requests": RoomUse(len(self.ended), settings.ended_keep_max),
             "history_lines": RoomUse(
-                sum(it.state.lines_count - it.state.lines_dropped for it in requests), HISTORY_LINES_MAX * indices
+                sum(it.lines_count - it.lines_dropped for it in requests), HISTORY_LINES_MAX * indices
             ),
         }
 
-    def begin_placement(self, live: LiveRequest, placement: int, epoch: int) -> None:
+    def begin_placement(self, live: RequestState, placement: int, epoch: int) -> None:
         live.epoch = epoch
         self.by_placement[placement] = live
 
     def end_placement(self, placement: int) -> None:
         live = self.by_placement.pop(placement, None)
         if live is not None:
-            live.swaps_before, live.swaps = _add(live.swaps_before, live.swaps), NO_SWAPS
-            live.drafts_before, live.drafts = _add_drafts(live.drafts_before, live.drafts), NO_DRAFTS
+            live.swaps_before, live.swaps = live.swaps_in_all, NO_SWAPS
+            live.drafts_before, live.drafts = live.drafts_in_all, NO_DRAFTS
 
-    def end(self, live: LiveRequest, now: float) -> None:
+    def end(self, live: RequestState, now: float) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
         self._prompt_bytes_of[live.facts.turn_owner] -= live.prompt_bytes
         live.prompt, live.grammar = b"", ""
@@ -157,7 +110,7 @@ class RequestTable:
             del self._live_of[live.facts.turn_owner], self._prompt_bytes_of[live.facts.turn_owner]
         self.add_ended(live, now)
 
-    def add_ended(self, live: LiveRequest, at: float) -> None:
+    def add_ended(self, live: RequestState, at: float) -> None:
         """It is over since `at`; no other request has been for a shorter time."""
         self.ended[live.facts.request_id] = EndedRequest(live, at)
         self._ended_of.setdefault(live.facts.turn_owner, {})[live.facts.request_id] = None
@@ -215,19 +168,14 @@ class RequestTable:
 
     def swaps_of(self, request_index: int) -> Swaps:
         """Return the swaps of the present placement of a live request."""
-        return self.by_index[request_index].swaps
-
-    def drafts_of(self, request_index: int) -> Drafts:
-        """Return the drafts of all placements of a live request."""
-        live = self.by_index[request_index]
-        return _add_drafts(live.drafts_before, live.drafts)
+        return self.by_index[request_index].state.swaps
 
     # ---------------------------------------------------------------- lookups
 
-    def admitted(self, worker: str, epoch: int, placement: int) -> LiveRequest | None:
+    def admitted(self, worker: str, epoch: int, placement: int) -> RequestState | None:
         """Return the request whose placement it is; None when it has departed or is another worker's."""
         live = self.by_placement.get(placement)
-        return live if live is not None and live.epoch == epoch and live.state.worker == worker else None
+        return live if live is not None and live.epoch == epoch and live.worker == worker else None
 
     def request_index(self, request_id: str, user: str | None = None) -> int:
         """Raises NotFound."""
@@ -253,7 +201,7 @@ class RequestTable:
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
 
-    def find(self, request_id: str, user: str | None = None) -> LiveRequest | EndedRequest:
+    def find(self, request_id: str, user: str | None = None) -> RequestState | EndedRequest:
         """Raises NotFound, and for another's than `user`'s in the same words: who asks learns nothing."""
         found = self.live.get(request_id) or self.ended.get(request_id)
         if found is None or user not in (None, _live(found).facts.user):
@@ -287,10 +235,9 @@ class RequestTable:
         live, at = found if isinstance(found, EndedRequest) else (found, now)
         return self._row(live, at, self._prompt_waits()), self.history(live)
 
-    def _row(self, live: LiveRequest, now: float, waits: PromptWaits) -> RequestRow:
-        facts, state, request_index = live.facts, live.state, live.facts.request_index
-        swaps, pending = _add(live.swaps_before, live.swaps), self._pending(live, now)
-        drafts = _add_drafts(live.drafts_before, live.drafts)
+    def _row(self, live: RequestState, now: float, waits: PromptWaits) -> RequestRow:
+        facts, state, request_index = live.facts, live, live.facts.request_index
+        swaps, drafts, pending = live.swaps_in_all, live.drafts_in_all, self._pending(live, now)
         return RequestRow(
             request_id=facts.request_id,
             state=state.state,
@@ -315,39 +262,30 @@ class RequestTable:
             accepted_tokens=drafts.accepted,
         )
 
-    def _pending(self, live: LiveRequest, now: float) -> PendingReason | None:
+    def _pending(self, live: RequestState, now: float) -> PendingReason | None:
         """Return what it waits for now; None: nothing, and the last line of its history that has a reason says why
         it is in its state."""
-        state = live.state
-        if state.state in WAITING or (state.state is State.TRANSFERRING and state.transfer_id):
-            return self.pending.explain(state, now)
+        if live.state in WAITING or (live.state is State.TRANSFERRING and live.transfer_id):
+            return self.pending.explain(live, now)
         return None
 
-    def _prompt_wait(self, live: LiveRequest, waits: PromptWaits) -> str:
+    def _prompt_wait(self, live: RequestState, waits: PromptWaits) -> str:
         """The progress of its prompt while a worker computes it; "" in other states, and before that worker is back."""
-        return waits.explain(live.state) if live.state.state is State.PREFILLING else ""
+        return waits.explain(live) if live.state is State.PREFILLING else ""
 
     def _request_id(self, request_index: int) -> str:
-        return self.by_index[request_index].facts.request_id
+        return self.by_index[request_index].state.facts.request_id
 
-    def history(self, live: LiveRequest) -> tuple[HistoryLine, ...]:
+    def history(self, live: RequestState) -> tuple[HistoryLine, ...]:
         """Times are seconds since the epoch."""
-        return tuple(HistoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.state.history())
+        return tuple(HistoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.history())
 
     def count_by_state(self) -> Counter[str]:
-        return Counter(str(live.state.state) for live in self.live.values())
+        return Counter(str(live.state) for live in self.live.values())
 
     def count_held(self) -> int:
-        return sum(live.state.held for live in self.live.values())
+        return sum(live.held for live in self.live.values())
 
 
-def _live(found: LiveRequest | EndedRequest) -> LiveRequest:
+def _live(found: RequestState | EndedRequest) -> RequestState:
     return found.live if isinstance(found, EndedRequest) else found
-
-
-def _add(a: Swaps, b: Swaps) -> Swaps:
-    return Swaps(a.hits + b.hits, a.misses + b.misses)
-
-
-def _add_drafts(a: Drafts, b: Drafts) -> Drafts:
-    return Drafts(a.drafted + b.drafted, a.accepted + b.accepted)

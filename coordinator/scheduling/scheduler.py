@@ -43,7 +43,7 @@ from coordinator.scheduling.reconciliation import adopt
 from coordinator.scheduling.recovery import Place, endings_of, restore
 from coordinator.scheduling.request import BeginTrace
 from coordinator.scheduling.request_state import RequestState, describe_size
-from coordinator.scheduling.request_table import LiveRequest, RequestTable
+from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.submission import Submissions
 from coordinator.scheduling.validation import check_deadline
 from coordinator.scheduling.warm_start import WarmStarts
@@ -202,8 +202,8 @@ class Scheduler(SchedulerApi):
             self._prefix_reuse.serve(self._registry.model)
         freed = self._prefix_reuse.begin_empty(self._ledgers)
         for live in self._requests.live.values():
-            if live.state.is_placed and live.state.worker in self._placement_table.workers:
-                self._begin_admission(live.state, self._token_log.durable(live.state.request_index))
+            if live.is_placed and live.worker in self._placement_table.workers:
+                self._begin_admission(live, self._token_log.durable(live.request_index))
         self.tell(events.Recovered((*freed, *first.steps), first.tells, first.sends))
         for ending in endings_of(journal_state):
             self._listener.recovered(ending)
@@ -303,7 +303,7 @@ class Scheduler(SchedulerApi):
             case events.Ending(request_index):
                 self._warm_starts.take(request_index)
                 self._dispatch.closed(request_index)
-                self._requests.end(self._requests.by_index[request_index], now)
+                self._requests.end(self._requests.by_index[request_index].state, now)
                 self._token_log.cut(request_index)
 
     def _hear(self, message: Message, now: float, turn: _Turn) -> None:
@@ -345,12 +345,12 @@ class Scheduler(SchedulerApi):
 
     def _tokens_of(self, request_index: int) -> bytes:
         """Its prompt and its output, int32."""
-        return self._requests.by_index[request_index].prompt + self._token_log.tokens(request_index, 0)
+        return self._requests.by_index[request_index].state.prompt + self._token_log.tokens(request_index, 0)
 
     def _some_tokens(self, request_index: int, first: int, last: int) -> bytes:
         """Tokens `first` to `last` of its prompt and its output, int32. A prompt may be megabytes: no more is
         copied."""
-        prompt = self._requests.by_index[request_index].prompt
+        prompt = self._requests.by_index[request_index].state.prompt
         whole = prompt if 4 * last <= len(prompt) else self._tokens_of(request_index)
         return whole[4 * first : 4 * last]
 
@@ -441,8 +441,8 @@ class Scheduler(SchedulerApi):
 
     def _tell(self, tell: AddressedOrder) -> None:
         """A request that ended in this very turn is told nothing any more."""
-        if live := self._requests.by_index.get(tell.request_index):
-            live.request.tell(tell.event)
+        if request := self._requests.by_index.get(tell.request_index):
+            request.tell(tell.event)
 
     # ---------------------------------------------------------------- workers
 
@@ -585,8 +585,7 @@ class Scheduler(SchedulerApi):
     def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
         prefix_tokens = decision.prefix_tokens
-        live = self._requests.by_index[entry.request_index]
-        self._requests.begin_placement(live, decision.placement, worker.epoch)
+        self._requests.begin_placement(entry, decision.placement, worker.epoch)
         self._begin_admission(entry, decision.durable_tokens)
         if not decision.durable_tokens:
             self._prefix_reuse.use(entry, worker.node, decision.share.size)
@@ -599,11 +598,11 @@ class Scheduler(SchedulerApi):
         command = messages.Admit(
             placement=decision.placement,
             request_index=entry.request_index,
-            request_id=live.facts.request_id,
-            prompt=live.prompt,
+            request_id=entry.facts.request_id,
+            prompt=entry.prompt,
             generated=self._token_log.tokens(entry.request_index, 0),
             durable_tokens=decision.resumed_tokens,
-            sampling=live.sampling,
+            sampling=entry.sampling,
             host_pages=pages.tobytes(),
             index_pages=decision.memory.index_pages,
             hot_slots=hot_size.hot_slots,
@@ -614,7 +613,7 @@ class Scheduler(SchedulerApi):
             transfer_id=transfer.transfer_id if transfer else 0,
             destination=transfer.worker.receiver if transfer else b"",
             warm_start=warm_start if decision.resumed_tokens else b"",
-            rank=live.facts.rank,
+            rank=entry.rank,
             draft_tokens=entry.facts.draft_tokens,
             owner=entry.facts.owner_name,
             by_steps=entry.by_steps,
@@ -658,7 +657,7 @@ class Scheduler(SchedulerApi):
             if self._is_over(stop, lives, now):
                 stop.failed_at = now
                 for live in lives:
-                    turn.take(self._dispatch.end(live.state, "FAILED", "the coordinator stopped", "stopped"))
+                    turn.take(self._dispatch.end(live, "FAILED", "the coordinator stopped", "stopped"))
         elif now >= stop.failed_at + RELEASE_LIMIT_S:
             for worker in [worker for worker in self._placement_table.workers.values() if worker.requests]:
                 turn.take(self._dispatch.worker_down(worker, proved_exit=False))
@@ -666,7 +665,7 @@ class Scheduler(SchedulerApi):
         self._announce_turn(turn)
 
     @staticmethod
-    def _is_over(stop: _Stop, lives: Sequence[LiveRequest], now: float) -> bool:
+    def _is_over(stop: _Stop, lives: Sequence[RequestState], now: float) -> bool:
         """Return whether nothing is left to wait for."""
         return now >= stop.deadline or all(map(is_set_aside, lives))
 

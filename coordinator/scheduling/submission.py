@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from basics.request_states import TERMINAL
 from coordinator.actor import Actor
 from coordinator.journal.journal import Commit, Journal
 from coordinator.journal.records import RequestAccepted, RequestFacts, RequestsForgotten, digest_of, kept_facts
@@ -20,7 +18,7 @@ from coordinator.scheduling.dispatch import Dispatch
 from coordinator.scheduling.events import Handle, Listener, WorkerPort
 from coordinator.scheduling.request import BeginTrace, Request
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import LiveRequest, RequestTable
+from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.validation import check_fits, check_submit
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from coordinator.tokens.token_log import TokenLog
@@ -91,16 +89,14 @@ class Submissions:
             submit.draft_tokens,
         )
         facts = kept_facts(submitted)
-        state = placement_table.add(facts, now)
+        state = placement_table.add(facts, now, submit.prompt, sampling.grammar)
         state.chain, state.matches = ask.chain, ask.matches
         self.dispatch.dirty = True
-        live = LiveRequest(facts, state, self.start(state), submit.prompt, grammar=sampling.grammar)
-        self.requests.add(live)
+        self.requests.add(self.start(state))
         return Handle(request_id, request_index), self.journal.append([RequestAccepted(submitted, submit.prompt)])
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
-        """Make the actor of a request, which may be over."""
-        is_over = state.state in TERMINAL
+        """Make the actor of a live request."""
         request = Request(
             state,
             token_log=self.token_log,
@@ -110,18 +106,16 @@ class Submissions:
             journal=self.journal,
             wall_offset_s=self.wall_offset_s,
             counters=self.counters,
-            drafts=partial(self.requests.drafts_of, state.facts.request_index),
             port=port,
-            follow=self.begin_trace(state.facts) if self.begin_trace is not None and not is_over else None,
+            follow=self.begin_trace(state.facts) if self.begin_trace is not None else None,
         )
-        if not is_over:
-            request.tell_history()
+        request.tell_history()
         return request
 
     def write_orders(self, ask: events.CommandAsk) -> Commit:
         """Write what is now ordered of the requests that a command named."""
         lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
-        return self.journal.append([it.state.ordered for it in lives])
+        return self.journal.append([it.ordered for it in lives])
 
     def forget(self, request_indices: Sequence[int]) -> Commit:
         """These are over and taken off the list of requests: their outputs go, their indices may be taken again."""

@@ -76,15 +76,15 @@ async def test_only_owners_write(autojump_clock: trio.testing.MockClock) -> None
 
 
 def write_state(life: Life) -> None:
-    life.scheduler._requests.live["r"].state.retractions += 1
+    life.scheduler._requests.live["r"].retractions += 1
 
 
 def write_history(life: Life) -> None:
-    life.scheduler._requests.live["r"].state.lines.pop()
+    life.scheduler._requests.live["r"].lines.pop()
 
 
 def write_entry(life: Life) -> None:
-    life.scheduler._requests.live["r"].state.displaced = True
+    life.scheduler._requests.live["r"].displaced = True
 
 
 def write_list(life: Life) -> None:
@@ -92,7 +92,7 @@ def write_list(life: Life) -> None:
 
 
 def write_table(life: Life) -> None:
-    life.scheduler._requests.live["r"].prompt = b""
+    life.scheduler._requests.by_placement.clear()
 
 
 def write_count(life: Life) -> None:

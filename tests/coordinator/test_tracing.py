@@ -146,10 +146,10 @@ def test_trace_goes_on_after_a_restart() -> None:
     """I5: the request's span comes once, of the incarnation in which it ends, with the ids that it had before."""
     facts = msgspec.structs.replace(FACTS, trace=CALLER)
     before = RequestTrace(facts, own_context(facts, 0.0), OFFSET_S)
-    old = RequestState(facts, now=0.0)
+    old = RequestState(facts)
     assert before.follow(old.lines_since(0), old, 0) == []
     after = RequestTrace(facts, own_context(facts, 0.0), OFFSET_S)
-    state = RequestState(facts, now=-5.0)
+    state = RequestState(facts, submitted_at=-5.0)
     seen = after.follow(state.lines_since(0), state, 0)
     state.placement, state.worker = 3, "w0"
     state.recover_placed(7.0, staged=True)
@@ -172,7 +172,7 @@ def test_requests_without_a_caller_have_traces_of_their_own() -> None:
 
 
 def test_events_of_a_stage_are_bounded() -> None:
-    trace, state = RequestTrace(FACTS, own_context(FACTS, 1.0), OFFSET_S), RequestState(FACTS, now=0.0)
+    trace, state = RequestTrace(FACTS, own_context(FACTS, 1.0), OFFSET_S), RequestState(FACTS)
     trace.follow([Transition(float(number), "waits", "QUEUED", "") for number in range(EVENTS_MAX + 4)], state, 0)
     (queued,) = trace.follow([Transition(99.0, "admitted", "READY", "")], state, 0)
     assert len(queued.events) == EVENTS_MAX
@@ -195,7 +195,7 @@ class RefusingExporter(SpanExporter):
 
 
 def one_span() -> TraceSpan:
-    trace, state = RequestTrace(FACTS, own_context(FACTS, 1.0), OFFSET_S), RequestState(FACTS, now=0.0)
+    trace, state = RequestTrace(FACTS, own_context(FACTS, 1.0), OFFSET_S), RequestState(FACTS)
     trace.follow(state.lines_since(0), state, 0)
     return trace.follow([Transition(1.0, "admitted", "PREFILLING", "")], state, 0)[0]
 

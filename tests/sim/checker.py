@@ -241,7 +241,7 @@ class Checker(trio.abc.Instrument):
     def _check_staged(self, life: CoordinatorLife, admit: messages.Admit) -> None:
         shape = self._cluster.shape
         live = life.scheduler._requests.by_index[admit.request_index]
-        history, prompt_tokens = live.state.history(), live.facts.prompt_tokens
+        history, prompt_tokens = live.state.history(), live.state.facts.prompt_tokens
         check_staged(admit, history, prompt_tokens, lambda name: shape.capacity_of(name).prefills)
 
     def obeyed(self, worker: str, epoch: int, incarnation: int, command: messages.Command) -> None:

@@ -247,7 +247,7 @@ class CoordinatorLife:
     def held(self) -> list[str]:
         """Requests that wait for the operator."""
         lives = self._scheduler._requests.live.values() if self._scheduler else ()
-        return [it.facts.request_id for it in lives if it.state.held]
+        return [it.facts.request_id for it in lives if it.held]
 
     @property
     def is_draining(self) -> bool:
@@ -267,7 +267,7 @@ class CoordinatorLife:
 
     def truth_of(self, request_index: int) -> Truth | None:
         live = self.scheduler._requests.by_index.get(request_index)
-        return self._cluster.truths[live.facts.request_id] if live is not None else None
+        return self._cluster.truths[live.state.facts.request_id] if live is not None else None
 
     def durable(self, request_index: int, placement: int) -> int:
         log = self._parts.token_log
@@ -302,7 +302,7 @@ class CoordinatorLife:
             return
         self._scheduler._placement_table.check_invariants(lambda node: self.ledgers[node])
         for live in self._scheduler._requests.live.values():
-            live.state.check_invariants()
+            live.check_invariants()
         self._parts.token_log.check_invariants()
         self._parts.deliveries._subscriptions.check_invariants()
 

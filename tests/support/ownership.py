@@ -31,7 +31,7 @@ from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerE
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import PoisonDetector
 from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import LiveRequest, RequestTable
+from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.scheduler import Scheduler
 
 #: Objects that are part of a state; of others (ports, actors, settings) only which one it is.
@@ -42,7 +42,6 @@ STATES: Final = (
     WorkerDrain,
     PoisonDetector,
     RequestTable,
-    LiveRequest,
     RequestState,
     Ledger,
     Holding,
@@ -53,14 +52,14 @@ STATES: Final = (
 #: Counts of swap-ins and drafts are written as they arrive, by the task of the worker link, like tokens in the token
 #: log.
 #: The ledgers in the journal's state are the HostPools'; which ledger it is counts.
-LEFT_OUT: Final = {(LiveRequest, "swaps"), (LiveRequest, "drafts"), (LiveRequest, "state")}
+LEFT_OUT: Final = frozenset({"swaps", "drafts"})
 #: Fields of a RequestState that steps of its Request write. The Scheduler writes the others, but for `kept_tokens`: the
 #: step that ends a placement writes it, and the Scheduler when it hears of that.
 STEPPED: Final = frozenset(
     {"state", "keep", "is_staged", "staging", "parked", "resize", "outcome", "verdict", "tail_text"}
-    | {"retractions", "admissions", "prefix_tokens", "cause", "reason", "first", "lines", "lines_dropped"}
+    | {"retractions", "admissions", "prefix_tokens", "cause", "reason", "lines", "lines_dropped"}
 )
-PLACED: Final = frozenset(it.name for it in fields(RequestState)) - STEPPED - {"kept_tokens"}
+PLACED: Final = frozenset(it.name for it in fields(RequestState)) - STEPPED - LEFT_OUT - {"kept_tokens"}
 
 
 def image_of_request(request: RequestState, names: frozenset[str] = STEPPED | PLACED | {"kept_tokens"}) -> Any:
@@ -92,11 +91,7 @@ def _image_of_object(value: object, foreign: tuple[type, ...], seen: set[int]) -
         return id(value)
     seen.add(id(value))
     names = [it.name for it in fields(value)] if is_dataclass(value) else sorted(vars(value))
-    return tuple(
-        (name, image_of(getattr(value, name), foreign=foreign, _seen=seen))
-        for name in names
-        if (type(value), name) not in LEFT_OUT
-    )
+    return tuple((name, image_of(getattr(value, name), foreign=foreign, _seen=seen)) for name in names)
 
 
 class Watched:
@@ -158,8 +153,9 @@ class Ownership(trio.abc.Instrument):
         for watched in self.watched.values():
             if watched.has_changed() and watched.owner != writer:
                 self.violations.append((watched.what, writer))
-        for live in self._scheduler._requests.live.values():
-            self._watch(live.request.name, "request state", live.state, partial(image_of_request, live.state, STEPPED))
+        for request in self._scheduler._requests.by_index.values():
+            look = partial(image_of_request, request.state, STEPPED)
+            self._watch(request.name, "request state", request.state, look)
         for pool in self._scheduler._pools.values():
             self._watch(pool.name, "ledger", pool.ledger, partial(image_of, pool.ledger))
 

@@ -222,7 +222,7 @@ class SchedulerRig:
         scheduler._placement_table.check_invariants(scheduler._ledgers.__getitem__)
         self.token_log.check_invariants()
         for request_id, live in scheduler._requests.live.items():
-            live.state.check_invariants()
+            live.check_invariants()
             assert request_id not in self.listener.endings
         for request_id in {*scheduler._requests.live, *scheduler._requests.ended}:
             tokens = self.tokens(request_id)

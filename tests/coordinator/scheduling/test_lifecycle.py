@@ -66,7 +66,7 @@ class History:
     """A request and what it did so far."""
 
     def __init__(self) -> None:
-        self.request = RequestState(make_facts(3, PROMPT), now=0.0)
+        self.request = RequestState(make_facts(3, PROMPT))
         self.rows = Rows(0, 0)
         self.now = 0.0
 
@@ -358,7 +358,7 @@ def test_illegal_event_is_refused_with_the_history() -> None:
 )
 def test_operator_commands_are_checked_against_the_state(command: RequestCommand, states: set[str]) -> None:
     for state in State:
-        request = RequestState(make_facts(3, PROMPT), now=0.0)
+        request = RequestState(make_facts(3, PROMPT))
         request.state = state
         if state in states:
             request.check_command(command)
@@ -397,7 +397,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.request = RequestState(make_facts(3, PROMPT), now=0.0)
+        self.request = RequestState(make_facts(3, PROMPT))
         self.rows = Rows(0, 0)
         self.now = 0.0
         self.placements = 0

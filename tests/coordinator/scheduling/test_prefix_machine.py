@@ -161,7 +161,7 @@ class PrefixMachine(RuleBasedStateMachine):
         facts = RequestFacts(
             number, f"r{number}", (0, 0, number), "o", owner[0], len(prompt) // 4, b"", Sampling(9), 0.0
         )
-        entry = RequestState(facts, now=0.0)
+        entry = RequestState(facts)
         entry.chain = self._digest(owner, prompt)
         return entry
 

@@ -179,7 +179,7 @@ def test_worker_that_claims_too_much_is_refused(claims: InventoryRow) -> None:
 
 
 def recovered_state(*, hold: bool = False, outcome: str = "") -> RequestState:
-    state = RequestState(make_facts(7, 100), now=0.0)
+    state = RequestState(make_facts(7, 100))
     state.ordered = make_ordered(7, held=hold)
     state.placement, state.worker = 1, "w0"
     state.recover_placed(1.0, staged=False)

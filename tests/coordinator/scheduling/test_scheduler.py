@@ -639,10 +639,10 @@ async def test_worker_may_leave_as_its_last_request_ends(autojump_clock: MockClo
         link = await rig.add_worker("w0")
         await rig.submit("r!", 100, 50)
         await rig.run_until("r!", "RUNNING")
-        (live,) = rig.scheduler._requests.live.values()
+        (request,) = rig.scheduler._requests.by_index.values()
         rig.scheduler.worker_down("w0", 1, True)  # arrives first; what the step of the Request returns is heard before
-        live.request.tell(messages.Faulted(1, "bad row"))
-        live.request.tell(messages.Released(1, 0))
+        request.tell(messages.Faulted(1, "bad row"))
+        request.tell(messages.Released(1, 0))
         link.cut()
         await rig.settle()
         assert rig.state("r!") == "FAILED"
@@ -767,7 +767,7 @@ async def test_flooded_request_and_flooding_worker_leave_turns_to_others(autojum
         await rig.submit("flooded!", 100, 300)
         await rig.run_until("flooded!", "RUNNING")
         link = await rig.add_worker("w1", "n1")
-        flooded = rig.scheduler._requests.live["flooded!"].request
+        flooded = rig.scheduler._requests.by_index[rig.scheduler.lookup("flooded!")]
         for number in range(8):
             await rig.submit(f"r{number}", 100, 100)
         rounds = 0
