@@ -13,7 +13,7 @@ cursor per request (coordinator.gateway.subscriptions). The log does not know st
     granted   tokens (prompt included) that fit the host pages granted so far
     room      tokens that its extent holds: at least what its grant lets its worker generate, at most max_tokens
 
-Tokens lie in one arena, touched lazily, in extents of a power of two (coordinator.tokens.extents). Behind the tokens of
+Tokens lie in one arena, touched lazily, in extents of a power of two. Behind the tokens of
 a request that asks for log-probabilities, its extent has a row of words for each of them (protocol/logprobs.py). Such
 requests are few, and their rows are appended one request at a time. No array that leaves this class is a view into the
 arena, so an extent may move at any time.
@@ -22,38 +22,24 @@ Room follows what is generated. A request begins with room for its first grant. 
 grants more pages (`make_room`); `cut`, at the end, leaves what was generated. `append` only writes where there is room:
 a token never comes that cannot be kept. An extent that grows doubles, so a token is copied once on average.
 
-A full arena. `make_room` refuses, and the request waits without a grant, off its worker. It refuses before the arena is
-full, too, by the banker's algorithm (Dijkstra 1965): all live requests must be able to come to their max_tokens, one
-after the other, in the order of what they still need, when those that ended give their places back as they are
-forgotten. So there is always one that may grow, and no two wait for each other. Requests that operators hold are
-counted on to be resumed. A submission that finds no room is refused.
+Where there is too little room, the request waits without a grant, off its worker (coordinator.tokens.extents).
 
-An owner at its share (basics.shares). Its submissions are refused, and its requests do not grow, but for one: the
-one that still needs least, of those that no operator holds. So an owner's running requests leave others room, however
-long their outputs are, and each owner always has a request that may come to its end: the first in the order of the
-banker's algorithm is the first of its owner, too. One that has room for all that it may generate stays the first until
-it has ended, so beyond its share an owner grows by one request at a time. A request that is held does not end, so
-another is the first until it is resumed; whatever that one takes, the held one can still come to its end.
-
-Rejected: room for max_tokens from the start (most outputs end long before, and a few hundred requests of one owner took
-all places), or only a promise of so much (the same, in a larger number); an array per request (appending is a Python
-loop); pages with a table per request (a second gather for every token); a share that is checked at submission alone (a
-few long outputs of one owner fill the arena, and others are refused until these are forgotten); growth beyond the share
-while no other owner waits (places cannot be taken back, so the next owner would wait).
+Rejected: an array per request (appending is a Python loop); pages with a table per request (a second gather for every
+token).
 """
 
 from __future__ import annotations
 
 import mmap
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from basics.shares import check_share, may_take
-from coordinator.tokens.extents import Extents
+from basics.shares import check_share
+from coordinator.tokens.extents import Extents, Places
 from coordinator.tokens.logprob_rows import LogprobRows, unpack_logprobs
 from coordinator.tokens.token_times import TokenTimes
 from protocol.arrays import Int32Array, Int64Array, unpack_int32, unpack_int64
@@ -128,16 +114,6 @@ class OutputPart(NamedTuple):
     is_cut: bool = False
 
 
-class _Endings(NamedTuple):
-    """Live requests in the order of what they still need, as the banker's algorithm lets them end. The i-th needs
-    `owed[i]` places; `free[i]` are free once all before it, and those that have ended, are forgotten, `free[-1]` once
-    all are; `spare[i]` is the least that any of the first i + 1 leaves free. int64 arrays."""
-
-    owed: Int64Array
-    free: Int64Array
-    spare: Int64Array
-
-
 class TokenLog:
     """Owned by the coordinator's trio thread; every call is synchronous and completes or changes nothing."""
 
@@ -151,18 +127,10 @@ class TokenLog:
         self._durable_taken: Int32Array = np.zeros(request_indices, np.int32)
         self._summed: Int32Array = np.zeros(request_indices, np.int32)  # handed to a summary by take_output
         self._arena = _lazy_array(arena_tokens)
-        self._extents = Extents(arena_tokens, EXTENT_TOKENS_MIN)
+        self._places = Places(request_indices, Extents(arena_tokens, EXTENT_TOKENS_MIN))
         self._free = deque(range(request_indices))
         self._base: Int64Array = np.zeros(request_indices, np.int64)
-        self._units: Int64Array = np.zeros(request_indices, np.int64)  # of its extent
-        self._units_max: Int64Array = np.zeros(request_indices, np.int64)  # with room for all; 0: it has ended
-        self._units_largest = 0  # no `_units_max` is larger
         self._room: Int32Array = np.zeros(request_indices, np.int32)
-        self._owner: Int64Array = np.zeros(request_indices, np.int64)  # a hash of its name
-        self._is_held: npt.NDArray[np.bool_] = np.zeros(request_indices, np.bool_)  # by an operator
-        self._held: Counter[int] = Counter()  # units, by owner
-        self._first_of: dict[int, int] = {}  # the request of an owner that needs least, until one of them changes
-        self._endings: _Endings | None = None  # until any request changes
         self._capacity: Int32Array = np.full(request_indices, -1, np.int32)  # max_tokens, or what it ended with
         self._words: Int32Array = np.zeros(request_indices, np.int32)  # of a row of log-probabilities
         self._asking = 0  # open request indices that have rows
@@ -188,13 +156,14 @@ class TokenLog:
                 value=self.request_indices,
                 remedy="retry when requests have ended",
             )
-        units_max, used = self._extents.rounded(max_tokens * (1 + words)), self.arena_tokens - self.free_places()
+        places, used = self._places, self.arena_tokens - self.free_places()
+        units_max = places.extents.rounded(max_tokens * (1 + words))
         if units_max > self.arena_tokens:
             each = f" with log-probabilities, {1 + words} places each" if words else ""
             text = f"no room for {max_tokens} tokens of output{each}: there are {self.arena_tokens} places in all"
             raise CapacityError(text, field="max_tokens", value=max_tokens, remedy="ask for fewer tokens")
         tokens = min(tokens + BEYOND_GRANT_TOKENS, max_tokens)
-        asked = self._extents.rounded(tokens * (1 + words))
+        asked = places.extents.rounded(tokens * (1 + words))
         check_share(
             PLACES,
             asked,
@@ -204,7 +173,7 @@ class TokenLog:
             field="outputs",
             until=FORGOTTEN,
         )
-        if not self._is_safe(units_max, asked):
+        if not places.are_safe(units_max, asked):
             raise CapacityError(
                 f"{used} {PLACES} already, and others need the rest of {self.arena_tokens} to come to their end",
                 field="outputs",
@@ -218,32 +187,18 @@ class TokenLog:
 
     def _enter(self, request_index: int, max_tokens: int, words: int, owner: Hashable) -> None:
         self._capacity[request_index], self._words[request_index] = max_tokens, words
-        self._units_max[request_index] = units_max = self._extents.rounded(max_tokens * (1 + words))
-        self._units_largest = max(self._units_largest, units_max)
-        self._owner[request_index] = hash(owner)
-        self._set_units(request_index, 0)
+        self._places.enter(request_index, self._places.extents.rounded(max_tokens * (1 + words)), owner)
         self._asking += words > 0
 
     def _leave(self, request_index: int) -> None:
         self._asking -= bool(self._words[request_index])
         self._capacity[request_index], self._words[request_index], self._room[request_index] = -1, 0, 0
-        self._units_max[request_index], self._is_held[request_index] = 0, False
-        self._set_units(request_index, 0)
-
-    def _set_units(self, request_index: int, units: int) -> None:
-        """Note that the request has `units`, and that the order in which requests can end may be another."""
-        owner = int(self._owner[request_index])
-        self._endings = None
-        self._first_of.pop(owner, None)
-        self._held[owner] += units - int(self._units[request_index])
-        if not self._held[owner]:
-            del self._held[owner]
-        self._units[request_index] = units
+        self._places.leave(request_index)
 
     def close(self, request_index: int) -> None:
         """Forget the request; free its index and its extent."""
         self._capacity_of(request_index)
-        self._extents.free(int(self._base[request_index]), int(self._units[request_index]))
+        self._places.extents.free(int(self._base[request_index]), self._places.of(request_index))
         self.end_placement(request_index)
         self._leave(request_index)
         for cursor in (self.lengths, self.committed, self._taken, self._summed, self._durable, self._durable_taken):
@@ -308,16 +263,14 @@ class TokenLog:
         """Give the request room for a grant of `tokens` of output, at most for max_tokens. False: not now. A refusal is
         repeated in microseconds until any request has more or fewer places."""
         tokens = self._needed(request_index, tokens)
-        if tokens <= self._room[request_index] and self._units[request_index]:
+        if tokens <= self._room[request_index] and self._places.of(request_index):
             return True
-        more = self._extent_for(request_index, tokens) - int(self._units[request_index])
-        owed = int(self._units_max[request_index] - self._units[request_index])
-        return self._may_grow(request_index, more) and self._is_safe(owed, more) and self._grow(request_index, tokens)
+        more = self._extent_for(request_index, tokens) - self._places.of(request_index)
+        return self._places.may_grow(request_index, more) and self._grow(request_index, tokens)
 
     def hold(self, request_index: int, is_held: bool) -> None:
         """Note whether an operator holds the request: others of its owner do not wait for its end."""
-        self._is_held[request_index] = is_held
-        self._first_of.pop(int(self._owner[request_index]), None)
+        self._places.hold(request_index, is_held)
 
     def cut(self, request_index: int) -> None:
         """The request has ended and generates no more: leave it room for what it has generated."""
@@ -325,17 +278,18 @@ class TokenLog:
         self._capacity_of(request_index)
         self._capacity[request_index] = length
         base, output = int(self._base[request_index]), self._content(request_index)
-        kept, self._units_max[request_index] = self._extent_for(request_index, length), 0
-        self._extents.cut(base, int(self._units[request_index]), kept)
+        kept = self._extent_for(request_index, length)
+        self._places.extents.cut(base, self._places.of(request_index), kept)
+        self._places.end(request_index)
         self._settle(request_index, base, kept, *output)
 
     def free_places(self) -> int:
         """Places of the arena that no request has."""
-        return self._extents.free_units
+        return self._places.extents.free_units
 
     def held_by(self, owner: Hashable) -> int:
         """Places that requests of `owner` have, ended ones too."""
-        return self._held[hash(owner)]
+        return self._places.held_by(owner)
 
     def _fit(self, request_index: int, granted_tokens: int) -> None:
         """Make sure that what a grant lets its worker generate finds room. It was made before the grant was decided."""
@@ -348,64 +302,31 @@ class TokenLog:
         return min(granted_tokens + BEYOND_GRANT_TOKENS, self._capacity_of(request_index))
 
     def _extent_for(self, request_index: int, tokens: int) -> int:
-        return self._extents.rounded(tokens * (1 + int(self._words[request_index])))
-
-    def _may_grow(self, request_index: int, more: int) -> bool:
-        """Return whether its owner is within its share with `more` places, or no other request of the owner that is not
-        held needs less to its end."""
-        owner, used = int(self._owner[request_index]), self.arena_tokens - self.free_places()
-        if may_take(0, held=self._held[owner] + more, used=used + more, limit=self.arena_tokens):
-            return True
-        first = self._first_of.get(owner)
-        if first is None:
-            live = np.flatnonzero((self._owner == owner) & (self._units_max > 0))
-            owed = self._units_max[live] - self._units[live] + self.arena_tokens * self._is_held[live]  # held ones last
-            first = self._first_of[owner] = int(live[np.argmin(owed)])
-        return first == request_index
-
-    def _is_safe(self, owed: int, more: int) -> bool:
-        """Return whether all requests can still come to their end, one after the other, if one that needs `owed` places
-        to its end takes `more` of them now. They can before it does."""
-        free = self.free_places()
-        if free - more >= max(self._units_largest, owed):
-            return True
-        endings = self._endings = self._endings or self._order_endings()
-        before = int(np.searchsorted(endings.owed, owed - more))  # as many then end before it; the others miss nothing
-        if more > free or owed > endings.free[before]:
-            return False
-        return before == 0 or more <= int(endings.spare[before - 1])
-
-    def _order_endings(self) -> _Endings:
-        live = np.flatnonzero(self._units_max)
-        owed = self._units_max[live] - self._units[live]
-        order = np.argsort(owed)
-        owed, given_back = owed[order], np.cumsum(self._units[live[order]])
-        free = self.arena_tokens - (given_back[-1] if len(live) else 0) + np.concatenate([[0], given_back])
-        return _Endings(owed, free, np.minimum.accumulate(free[:-1] - owed))
+        return self._places.extents.rounded(tokens * (1 + int(self._words[request_index])))
 
     def _grow(self, request_index: int, tokens: int) -> bool:
         """Move the request to an extent for `tokens`. False, and nothing changed: there are too few places."""
-        before, after = int(self._units[request_index]), self._extent_for(request_index, tokens)
-        base = self._extents.allocate(after)
+        before, after = self._places.of(request_index), self._extent_for(request_index, tokens)
+        base = self._places.extents.allocate(after)
         if base is None:
             return self._pack(request_index, after)
         output = self._content(request_index)
         if before:
-            self._extents.free(int(self._base[request_index]), before)
+            self._places.extents.free(int(self._base[request_index]), before)
         self._settle(request_index, base, after, *output)
         return True
 
     def _pack(self, request_index: int, units: int) -> bool:
         """Lay all extents down anew, without gaps, that of this request with `units`. Takes as long as copying all
         outputs; it is only needed when the arena is nearly full."""
-        if self.free_places() < units - int(self._units[request_index]):
+        if self.free_places() < units - self._places.of(request_index):
             return False
-        outputs = {it: self._content(it) for it in np.flatnonzero(self._units).tolist()}
+        outputs = {it: self._content(it) for it in np.flatnonzero(self._places.units).tolist()}
         outputs[request_index] = self._content(request_index)
-        sizes = {it: int(self._units[it]) for it in outputs} | {request_index: units}
-        self._extents = Extents(self.arena_tokens, self._extents.smallest)
+        sizes = {it: self._places.of(it) for it in outputs} | {request_index: units}
+        extents = self._places.extents = Extents(self.arena_tokens, EXTENT_TOKENS_MIN)
         for it in sorted(sizes, key=lambda it: -sizes[it]):
-            base = self._extents.allocate(sizes[it])
+            base = extents.allocate(sizes[it])
             assert base is not None
             self._settle(it, base, sizes[it], *outputs[it])
         return True
@@ -422,7 +343,7 @@ class TokenLog:
     def _settle(self, request_index: int, base: int, units: int, tokens: Int32Array, rows: Int32Array) -> None:
         """The request has that extent from now on; write there what it has generated."""
         self._base[request_index] = base
-        self._set_units(request_index, units)
+        self._places.set_units(request_index, units)
         fits = units // (1 + int(self._words[request_index]))
         self._room[request_index] = min(fits, int(self._capacity[request_index]))
         self._arena[base : base + len(tokens)] = tokens
@@ -734,16 +655,14 @@ class TokenLog:
     def check_invariants(self) -> None:
         """Raise InternalError unless request indices, extents and lengths are consistent."""
         opened = np.flatnonzero(self._capacity >= 0)
-        held, places = int(self._units.sum()), self._room.astype(np.int64) * (1 + self._words)
+        used, units = self._room.astype(np.int64) * (1 + self._words), self._places.units
         checks = {
             "every request index is open or free": len(opened) + len(self._free) == self.request_indices,
-            "every token of the arena is free or in one extent": held + self._extents.free_units == self._extents.size,
+            "every token of the arena is free or in one extent": units.sum() + self.free_places() == self.arena_tokens,
             "requests with rows are counted": self._asking == np.count_nonzero(self._words),
             "committed tokens are known": bool((self.committed <= self.lengths).all()),
-            "every output lies in its extent": bool(
-                (self.lengths <= self._room).all() and (places <= self._units).all()
-            ),
-            "places are counted by owner": sum(self._held.values()) == held and min(self._held.values(), default=1) > 0,
+            "every output lies in its extent": bool((self.lengths <= self._room).all() and (used <= units).all()),
+            "places are counted by owner": self._places.are_counted(),
             "extents do not overlap": self._extents_apart(opened),
             "no request has more room than it may use": bool((self._room[opened] <= self._capacity[opened]).all()),
             "durable rows exist": bool((self._durable <= self._prompt + self.lengths)[self._placement >= 0].all()),
@@ -760,7 +679,7 @@ class TokenLog:
 
     def _extents_apart(self, opened: RequestIndices) -> bool:
         order = opened[np.argsort(self._base[opened])]
-        return bool((self._base[order][1:] >= (self._base[order] + self._units[order])[:-1]).all())
+        return bool((self._base[order][1:] >= (self._base[order] + self._places.units[order])[:-1]).all())
 
 
 def _lazy_array(items: int) -> Int32Array:

@@ -249,7 +249,7 @@ def test_outputs_of_an_owner_do_not_grow_beyond_its_share_but_for_the_first_to_e
     for tokens in (150, 400, 900):
         for request_index in hostile:
             log.make_room(request_index, tokens)
-    whole = [it for it in hostile if log._units[it] == 1_024]
+    whole = [it for it in hostile if log._places.units[it] == 1_024]
     assert len(whole) == 1, "beyond the share one of them can come to its end"
     assert 25_000 < log.held_by("hostile") - 1_024 <= SHARE * (log.free_places() + 1_024)
     other = [log.open(200, tokens=100, owner="other") for _ in range(3)]
@@ -266,7 +266,7 @@ def test_request_that_an_operator_holds_keeps_none_of_its_owner_from_growing() -
     for tokens in (150, 400, 900):
         for request_index in hostile:
             log.make_room(request_index, tokens)
-    (first,) = (it for it in hostile if log._units[it] == 1_024)
+    (first,) = (it for it in hostile if log._places.units[it] == 1_024)
     others = [it for it in hostile if it != first]
     log.hold(first, True)
     grown = [it for it in others if log.make_room(it, 900)]
@@ -420,15 +420,15 @@ def appended_of(outputs: dict[int, ModelOutput], indices: list[int], counts: lis
 
 def may_have(log: TokenLog, request_index: int, tokens: int) -> bool:
     """Return whether the request may have room for `tokens`, by one look at every request after the other."""
-    held, most = log._units.tolist(), log._units_max.tolist()
+    held, most = log._places.units.tolist(), log._places._units_max.tolist()
     units = max(EXTENT_TOKENS_MIN, 1 << (tokens * (1 + int(log._words[request_index])) - 1).bit_length())
     if units <= held[request_index]:
         return True
-    owner, free = log._owner[request_index], log.arena_tokens - sum(held)
+    owner, free = log._places._owner[request_index], log.arena_tokens - sum(held)
     more = units - held[request_index]
-    owed = {at: most[at] - held[at] for at in range(len(held)) if log._owner[at] == owner and most[at]}
-    is_first = request_index == min(owed, key=lambda at: (log._is_held[at], owed[at], at))
-    own = sum(count for at, count in enumerate(held) if log._owner[at] == owner)
+    owed = {at: most[at] - held[at] for at in range(len(held)) if log._places._owner[at] == owner and most[at]}
+    is_first = request_index == min(owed, key=lambda at: (log._places._is_held[at], owed[at], at))
+    own = sum(count for at, count in enumerate(held) if log._places._owner[at] == owner)
     if more > free or (not is_first and own + more > SHARE * (free - more)):
         return False
     held[request_index], free = units, free - more
