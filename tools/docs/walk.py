@@ -1,0 +1,126 @@
+"""Files and mailboxes that a request passes, from Client.submit until its Admit has left the coordinator.
+
+    python -m tools.docs.walk [--files]
+
+A coordinator with a journal, a client and a fake worker run in this process; a profiler notes each file of the project
+whose code runs in between. The submission is the second one: what happens once a process is not counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+from unittest.mock import patch
+
+import click
+import trio
+
+from coordinator.actor import Mailbox
+from coordinator.listener.router import RouterSocket
+from coordinator.service import Coordinator
+from hisparse.client.client import open_client
+from protocol import messages
+from protocol.messages import CLIENT_MESSAGE_BYTES_MAX, WORKER_MESSAGE_BYTES_MAX, Sampling
+from protocol.settings import ClusterSettings, Config, CoordinatorSettings
+from tests.support.fakes.worker import FakeWorker, hello
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+ROLES: Final = ("client", "admin", "worker")
+PRODUCT: Final = ("coordinator", "protocol", "basics", "hisparse", "metrics")
+
+
+class Walk:
+    """What ran, while it is entered."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.mailboxes: Counter[str] = Counter()
+        self._put = patch.object(Mailbox, "put", self._noting(Mailbox.put))
+
+    def __enter__(self) -> Walk:
+        self._put.start()
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        self._put.stop()
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            self.files.add(frame.f_code.co_filename)
+
+    def _noting(self, put: Any) -> Any:
+        def noting(mailbox: Mailbox[Any], message: Any) -> None:
+            self.mailboxes[mailbox.owner] += 1
+            put(mailbox, message)
+
+        return noting
+
+    def product(self) -> list[str]:
+        """Return the files of the product, by path."""
+        names = [str(Path(it).relative_to(ROOT)) for it in self.files if it.startswith(f"{ROOT}/")]
+        return sorted(it for it in names if it.startswith(PRODUCT))
+
+
+async def next_admit(worker: FakeWorker) -> None:
+    while True:
+        match await worker.hear():
+            case messages.Commands(commands=commands) if any(isinstance(it, messages.Admit) for it in commands):
+                return
+
+
+async def walk(directory: Path) -> Walk:
+    """Submit two requests; return what the second one passed."""
+    client_endpoint, admin_endpoint, worker_endpoint = (f"ipc://{directory}/{it}.sock" for it in ROLES)
+    config = Config(
+        cluster=ClusterSettings(
+            runtime_dir=str(directory),
+            client_endpoint=client_endpoint,
+            admin_endpoint=admin_endpoint,
+            worker_endpoint=worker_endpoint,
+        ),
+        coordinator=CoordinatorSettings(journal=f"{directory}/journal.sqlite", metrics_port=-1),
+    )
+    client = RouterSocket(client_endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
+    admin = RouterSocket(admin_endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
+    worker = RouterSocket(worker_endpoint, message_bytes_max=WORKER_MESSAGE_BYTES_MAX, credentials=True)
+    coordinator, walked = Coordinator(config, client, admin, worker), Walk()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(coordinator.serve)
+        await coordinator.started.wait()
+        fake = await FakeWorker.connect(worker_endpoint)
+        await fake.say(hello("w0"))
+        await fake.hear()
+        async with open_client(client_endpoint) as user:
+            for request_id in ("first", "second"):
+                with walked if request_id == "second" else trio.CancelScope():
+                    await user.submit([1, 2, 3], Sampling(max_tokens=8), request_id=request_id)
+                    await next_admit(fake)
+        fake.close()
+        nursery.cancel_scope.cancel()
+    for socket in (client, admin, worker):
+        socket.close()
+    return walked
+
+
+@click.command()
+@click.option("--files", is_flag=True, help="Print each file, too.")
+def main(files: bool) -> None:
+    """Count files and mailboxes from submit to Admit."""
+    with tempfile.TemporaryDirectory() as name:
+        walked = trio.run(walk, Path(name))
+    product = walked.product()
+    if files:
+        print("\n".join(product))
+    rooms = Counter(it.split("/")[0] for it in product)
+    print(f"{len(product)} files: " + ", ".join(f"{room} {count}" for room, count in rooms.most_common()))
+    print(f"{len(walked.mailboxes)} mailboxes: " + ", ".join(f"{owner} {n}" for owner, n in walked.mailboxes.items()))
+
+
+if __name__ == "__main__":
+    main()
