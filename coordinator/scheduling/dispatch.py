@@ -30,7 +30,6 @@ from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerE
 from coordinator.scheduling.events import (
     AddressedOrder,
     EndOrder,
-    HotBufferResized,
     MemoryGiven,
     PlacementEnded,
     PlacementProgressed,
@@ -111,17 +110,11 @@ class Dispatch:
                     return Effects(self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node]))
             case Stage.PARKED:
                 self.starve(entry)
+            case Stage.RESIZED:
+                if entry.resizing is not None and (freed := self.placement_table.resized(entry)):
+                    return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(hot_chunks=freed))))
             case Stage.LEAVING:
                 self.placement_table.leave(entry, frees_pages=True)
-        return NOTHING
-
-    def resized(self, event: HotBufferResized) -> Effects:
-        entry = self._current(event.request_index, event.placement)
-        if entry is None or entry.resizing is None:
-            return NOTHING
-        self.dirty = True
-        if freed := self.placement_table.resized(entry):
-            return _effects(LedgerStep(entry.node, Shrink(entry.placement, Memory(hot_chunks=freed))))
         return NOTHING
 
     def departed(self, event: PlacementEnded, generated: int, tokens: Callable[[], bytes] = bytes) -> Effects:

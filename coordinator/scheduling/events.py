@@ -264,6 +264,7 @@ class Stage(Enum):
     STAGED = "staged"  # a placement that only computes the prompt is about to end
     STARTED = "started"  # in the decode batch: its hot buffer can be resized
     PARKED = "parked"  # out of granted pages
+    RESIZED = "resized"  # the Resize under way took effect
     LEAVING = "leaving"  # its memory will be released without a request for it
 
 
@@ -272,13 +273,6 @@ class PlacementProgressed(msgspec.Struct, frozen=True):
     placement: int
     stage: Stage
     took_s: float = 0.0  # of STAGED: since its admission
-
-
-class HotBufferResized(msgspec.Struct, frozen=True):
-    """The Resize under way took effect."""
-
-    request_index: int
-    placement: int
 
 
 class PlacementEnded(msgspec.Struct, frozen=True):
@@ -298,7 +292,7 @@ class PlacementEnded(msgspec.Struct, frozen=True):
 
 
 #: Facts that a step of a Request returns. Ending: its memory is given back, its end is written, its listener told.
-Word: TypeAlias = PlacementProgressed | HotBufferResized | PlacementEnded | Ending
+Word: TypeAlias = PlacementProgressed | PlacementEnded | Ending
 
 
 class AddressedOrder(NamedTuple):

@@ -21,7 +21,6 @@ from coordinator.journal.records import RequestEnded, RequestFacts
 from coordinator.scheduling.events import (
     Admitted,
     Ending,
-    HotBufferResized,
     Listener,
     PlacementEnded,
     PlacementProgressed,
@@ -161,7 +160,7 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
         match action:
             case Ending():
                 self._write_end(action)
-            case PlacementProgressed() | HotBufferResized():
+            case PlacementProgressed():
                 yield action
             case PlacementEnded():
                 self._token_log.end_placement(action.request_index)

@@ -32,7 +32,6 @@ from coordinator.scheduling.events import (
     Admitted,
     Ending,
     EndOrder,
-    HotBufferResized,
     MemoryGiven,
     PlacementAdopted,
     PlacementEnded,
@@ -85,7 +84,7 @@ WorkerEvent: TypeAlias = (
     | messages.Faulted
     | messages.Released
 )
-Action: TypeAlias = messages.Command | PlacementProgressed | HotBufferResized | PlacementEnded | Ending
+Action: TypeAlias = messages.Command | PlacementProgressed | PlacementEnded | Ending
 
 
 class Rows(NamedTuple):
@@ -375,7 +374,7 @@ class RequestState:
         self.staging, self.is_staged = False, True
         self._move(target, now, EventKind.STAGED, f"prefill {event.prefill_ms:.0f} ms, staging {event.stage_ms:.0f} ms")
         took_s = (event.prefill_ms + event.stage_ms) / 1e3
-        return [PlacementProgressed(self.facts.request_index, self.placement, Stage.STAGED, took_s)]
+        return [self._progressed(Stage.STAGED, took_s)]
 
     def _started(self, _: messages.Started, target: Target, __: Rows, now: float) -> list[Action]:
         if target is SAME:
@@ -396,7 +395,7 @@ class RequestState:
             raise self._illegal(EventKind.RESIZED, by_worker=True)
         self.resize = None
         self._move(target, now, EventKind.RESIZED, describe_size(event.hot_slots))
-        return [HotBufferResized(self.facts.request_index, self.placement)]
+        return [self._progressed(Stage.RESIZED)]
 
     def _finished(self, event: messages.Finished, target: Target, rows: Rows, now: float) -> list[Action]:
         if event.generated_tokens != rows.generated:
@@ -552,8 +551,8 @@ class RequestState:
         about = self.facts.request_index, self.facts.request_id
         return [Ending(*about, self.state, self.verdict, rows.generated, self.tail_text, self.prefix_tokens)]
 
-    def _progressed(self, stage: Stage) -> PlacementProgressed:
-        return PlacementProgressed(self.facts.request_index, self.placement, stage)
+    def _progressed(self, stage: Stage, took_s: float = 0.0) -> PlacementProgressed:
+        return PlacementProgressed(self.facts.request_index, self.placement, stage, took_s)
 
     def _rows_kept(self) -> str:
         return f"{self.kept_tokens} rows kept" if self.kept_tokens else ""

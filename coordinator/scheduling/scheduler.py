@@ -294,8 +294,6 @@ class Scheduler(SchedulerApi):
         match word:
             case events.PlacementProgressed():
                 turn.take(self._dispatch.progressed(word))
-            case events.HotBufferResized():
-                turn.take(self._dispatch.resized(word))
             case events.PlacementEnded():
                 self._requests.end_placement(word.placement)
                 turn.take(self._departed(word))

@@ -13,7 +13,6 @@ from coordinator.scheduling.effects import LedgerStep, in_transactions
 from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import (
     EndOrder,
-    HotBufferResized,
     PlacementEnded,
     PlacementProgressed,
     RetractOrder,
@@ -152,7 +151,6 @@ def test_events_of_a_departed_placement_change_nothing(desk: Desk, departed: boo
     before = (desk.entry.phase, desk.entry.memory, desk.ledger.pages_free)
     for stage in Stage:
         assert desk.dispatch.progressed(PlacementProgressed(7, old, stage)) == NOTHING
-    assert desk.dispatch.resized(HotBufferResized(7, old)) == NOTHING
     assert desk.dispatch.departed(PlacementEnded(7, old, 0, False), 40) == NOTHING
     assert (desk.entry.phase, desk.entry.memory, desk.ledger.pages_free) == before
 

@@ -12,7 +12,6 @@ from coordinator.scheduling.events import (
     Admitted,
     Ending,
     EndOrder,
-    HotBufferResized,
     LinkStats,
     MemoryGiven,
     PlacementEnded,
@@ -309,7 +308,7 @@ def test_repeated_worker_event_counts_once() -> None:
     history.tell(MemoryGiven(messages.Resize(1, 128, 3)))
     with pytest.raises(IllegalEventError):
         history.tell(messages.Resized(1, 128, 5))
-    assert history.tell(messages.Resized(1, 128, 3)) == [HotBufferResized(3, 1)]
+    assert history.tell(messages.Resized(1, 128, 3)) == [PlacementProgressed(3, 1, Stage.RESIZED)]
     with pytest.raises(IllegalEventError):
         history.tell(messages.Resized(1, 128, 3))
     history.tell(retract(True, False, "GPU pressure"))

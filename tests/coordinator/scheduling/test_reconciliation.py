@@ -119,7 +119,9 @@ def test_resize_under_way_is_awaited_and_completes() -> None:
     assert (desk.entry.hot, desk.entry.resizing) == (HotSize(0, PAGES), HotSize(128, 3))
     state = recovered_state()
     state.handle(adopted, Rows(30, 100), 1.0)
-    assert state.handle(Resized(1, 128, 3), Rows(30, 100), 1.0) == [events.HotBufferResized(7, 1)]
+    assert state.handle(Resized(1, 128, 3), Rows(30, 100), 1.0) == [
+        events.PlacementProgressed(7, 1, events.Stage.RESIZED)
+    ]
 
 
 def test_grant_lost_under_a_resize_ends_the_placement() -> None:

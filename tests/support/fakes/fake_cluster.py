@@ -25,7 +25,6 @@ from coordinator.scheduling.entries import WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import (
     Admitted,
     Ending,
-    HotBufferResized,
     LinkStats,
     PlacementEnded,
     PlacementProgressed,
@@ -237,8 +236,6 @@ class FakeCluster:
                 self.dispatch.closed(action.request_index)
             case PlacementProgressed():
                 self.take(self.dispatch.progressed(action))
-            case HotBufferResized():
-                self.take(self.dispatch.resized(action))
             case PlacementEnded():
                 live.placement = 0
                 self.take(self.dispatch.departed(action, len(live.tokens)))
