@@ -17,17 +17,19 @@ from itertools import chain
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from coordinator.actor import Actor, Reply
 from coordinator.memory.changes import GIVING, Change, Evict, Reserve, apply, pages_taken
 from coordinator.memory.ledger import Ledger
-from coordinator.memory.page_ages import PageAges
 from coordinator.memory.prefix_index import PrefixIndex
 from metrics.state import Buckets
 from protocol.arrays import Int32Array
 
 #: The Scheduler takes each reply before it asks again, so one is the most there ever is.
 MAILBOX_MAX: Final = 1
+NO_AGES: Final = np.zeros(0)
 
 
 #: A record of the journal, and the commit of some: this room lies below the journal's.
@@ -48,6 +50,25 @@ class Transact(msgspec.Struct, Generic[RecordT, CommitT], frozen=True):
     changes: Sequence[Change]
     notes: Sequence[RecordT]
     reply: Reply[Applied[CommitT]]
+
+
+class PageAges:
+    """Times for which pages of `ledger` are held, from being taken to being free again, under any number of holders.
+
+    The ledger is asked after each change; pages held at the start count from there.
+    """
+
+    def __init__(self, ledger: Ledger, now: float) -> None:
+        self._ledger = ledger
+        self._since = np.full(ledger.pages_total, now)
+
+    def note(self, free_before: int, now: float) -> npt.NDArray[np.float64]:
+        """After one change of a ledger that had `free_before` free pages: the ages of the pages that it freed."""
+        taken, freed = self._ledger.moved(free_before)
+        if len(taken):
+            self._since[taken] = now
+        ages: npt.NDArray[np.float64] = now - self._since[freed] if len(freed) else NO_AGES
+        return ages
 
 
 class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):

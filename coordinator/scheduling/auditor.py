@@ -14,9 +14,8 @@ from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, AuditRounds, Dif
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.scheduling.dispatch import Effects
-from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import WorkerEntry
-from coordinator.scheduling.events import AuditAsk, InventoryTaken
+from coordinator.scheduling.events import AuditAsk, InventoryTaken, LedgerStep
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.request_state import RequestState

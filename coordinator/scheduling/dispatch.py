@@ -14,7 +14,7 @@ event names its placement, and one of a placement that has departed changes noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -25,11 +25,11 @@ from coordinator.memory.changes import AddWorker, Extend, Keep, LoseWorker, Prov
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling import decisions
-from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import (
     AddressedOrder,
     EndOrder,
+    LedgerStep,
     MemoryGiven,
     PlacementEnded,
     PlacementProgressed,
@@ -38,6 +38,7 @@ from coordinator.scheduling.events import (
     RowsGivenUp,
     Stage,
     WorkerLost,
+    WorkerSend,
 )
 from coordinator.scheduling.groups import life_of
 from coordinator.scheduling.placement_table import PlacementTable
@@ -67,6 +68,23 @@ NOTHING = Effects()
 TRANSFERS_FAILED_MAX: Final = 6
 #: Pause after the first of them, twice as long after each: what fails at once may do so until its cause is gone.
 TRANSFER_PAUSE_S: Final = 0.5
+
+
+def in_transactions(steps: Sequence[LedgerStep]) -> Iterator[tuple[str, list[int]]]:
+    """Nodes, and the numbers of their steps, so that each node is asked as seldom as may be.
+
+    Steps of a node keep their order, and so do the notes of a request, which lie in one journal: rows that were kept on
+    one node are given up before the request is placed on another.
+    """
+    by_node: dict[str, list[int]] = {}
+    noted: dict[int, str] = {}
+    for number, step in enumerate(steps):
+        request_index = getattr(step.note, "request_index", None)
+        if request_index is not None and noted.setdefault(request_index, step.node) != step.node:
+            yield from by_node.items()
+            by_node, noted = {}, {request_index: step.node}
+        by_node.setdefault(step.node, []).append(number)
+    yield from by_node.items()
 
 
 class Dispatch:

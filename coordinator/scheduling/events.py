@@ -28,9 +28,9 @@ from protocol.units import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from coordinator.actor import Reply
-    from coordinator.journal.records import RequestFacts
+    from coordinator.journal.records import Record, RequestFacts
+    from coordinator.memory.changes import Change
     from coordinator.memory.prefix_index import Chain, Match
-    from coordinator.scheduling.effects import LedgerStep, WorkerSend
 
 
 class Handle(NamedTuple):
@@ -293,6 +293,21 @@ class PlacementEnded(msgspec.Struct, frozen=True):
 
 #: Facts that a step of a Request returns. Ending: its memory is given back, its end is written, its listener told.
 Word: TypeAlias = PlacementProgressed | PlacementEnded | Ending
+
+
+class LedgerStep(NamedTuple):
+    """A ledger change of `node`, and what is true with it."""
+
+    node: str
+    change: Change
+    note: Record | None = None
+
+
+class WorkerSend(NamedTuple):
+    """A command that concerns no placement of a request, to the worker that is called so now."""
+
+    worker: str
+    command: messages.Withdraw | messages.Exited
 
 
 class AddressedOrder(NamedTuple):

@@ -40,7 +40,7 @@ from coordinator.memory.prefix_index import (
     extend_chain,
     root_of,
 )
-from coordinator.scheduling.effects import LedgerStep
+from coordinator.scheduling.events import LedgerStep
 from coordinator.scheduling.kv_events import KvEvents
 from coordinator.scheduling.request_state import RequestState
 from protocol.arrays import Int32Array

@@ -24,9 +24,16 @@ from functools import reduce
 from coordinator.memory.changes import Shrink
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.effects import LedgerStep, WorkerSend
 from coordinator.scheduling.entries import InboundTransfer, WorkerEntry
-from coordinator.scheduling.events import AddressedOrder, PlacementAdopted, RequestOrder, RetractOrder, WorkerLost
+from coordinator.scheduling.events import (
+    AddressedOrder,
+    LedgerStep,
+    PlacementAdopted,
+    RequestOrder,
+    RetractOrder,
+    WorkerLost,
+    WorkerSend,
+)
 from coordinator.scheduling.prefix_reuse import own_unit
 from coordinator.scheduling.request_state import EntryPhase, RequestState
 from protocol.errors import WrongState

@@ -30,9 +30,8 @@ from coordinator.journal.state import JournalState, RequestRecord
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
-from coordinator.scheduling.events import AddressedOrder, Ending, WorkerLost, WorkerPort
+from coordinator.scheduling.events import AddressedOrder, Ending, LedgerStep, WorkerLost, WorkerPort
 from coordinator.scheduling.groups import GroupLife
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import poison_reason

@@ -31,10 +31,9 @@ from coordinator.scheduling import decisions, events
 from coordinator.scheduling.api import Message, SchedulerApi
 from coordinator.scheduling.auditor import Auditor
 from coordinator.scheduling.commands import carry_out, drain_promise, is_set_aside, release_quarantine, stop_promise
-from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.effects import LedgerStep, WorkerSend, in_transactions
+from coordinator.scheduling.dispatch import Dispatch, Effects, in_transactions
 from coordinator.scheduling.entries import WorkerDrain
-from coordinator.scheduling.events import AddressedOrder, Listener, RequestCommand, WorkerPort
+from coordinator.scheduling.events import AddressedOrder, LedgerStep, Listener, RequestCommand, WorkerPort, WorkerSend
 from coordinator.scheduling.hot_sizing import HotSizing
 from coordinator.scheduling.kv_events import KvEvent, KvEvents
 from coordinator.scheduling.policy import GRANT_STEP_PAGES

@@ -8,11 +8,11 @@ from coordinator.journal import records as journal
 from coordinator.memory.changes import Keep, Release, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.decisions import AdmitDecision, DemoteDecision
-from coordinator.scheduling.dispatch import NOTHING, Dispatch, Effects
-from coordinator.scheduling.effects import LedgerStep, in_transactions
+from coordinator.scheduling.dispatch import NOTHING, Dispatch, Effects, in_transactions
 from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import (
     EndOrder,
+    LedgerStep,
     PlacementEnded,
     PlacementProgressed,
     RetractOrder,

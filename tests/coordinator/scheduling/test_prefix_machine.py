@@ -30,7 +30,7 @@ from coordinator.memory.changes import AddWorker, Change, Keep, LoseWorker, Prov
 from coordinator.memory.host_pool import HostPool, Transact
 from coordinator.memory.ledger import Freeing, Ledger
 from coordinator.memory.prefix_index import Chain, Digest, PrefixIndex, root_of
-from coordinator.scheduling.effects import LedgerStep
+from coordinator.scheduling.events import LedgerStep
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.request_state import EntryPhase, RequestState
 from metrics.state import Buckets

@@ -15,9 +15,8 @@ from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import Chain
 from coordinator.scheduling import decisions
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import WorkerDrain, WorkerEntry
-from coordinator.scheduling.events import LinkStats, PlacementEnded, PlacementProgressed, Stage
+from coordinator.scheduling.events import LedgerStep, LinkStats, PlacementEnded, PlacementProgressed, Stage
 from coordinator.scheduling.following import FOLLOW_LIMIT_S
 from coordinator.scheduling.pending import PendingReasons
 from coordinator.scheduling.prefix_reuse import PrefixReuse

@@ -20,11 +20,11 @@ from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.scheduling import decisions
 from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.effects import LedgerStep
 from coordinator.scheduling.entries import WorkerDrain, WorkerEntry
 from coordinator.scheduling.events import (
     Admitted,
     Ending,
+    LedgerStep,
     LinkStats,
     PlacementEnded,
     PlacementProgressed,
