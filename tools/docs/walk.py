@@ -34,7 +34,7 @@ PRODUCT: Final = ("coordinator", "protocol", "basics", "hisparse", "metrics")
 
 
 class Walk:
-    """What ran, while it is entered."""
+    """Collects the files that run, and the mailboxes that are told, while it is entered."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -63,20 +63,22 @@ class Walk:
 
     def product(self) -> list[str]:
         """Return the files of the product, by path."""
-        names = [str(Path(it).relative_to(ROOT)) for it in self.files if it.startswith(f"{ROOT}/")]
-        return sorted(it for it in names if it.startswith(PRODUCT))
+        names = [str(Path(file).relative_to(ROOT)) for file in self.files if file.startswith(f"{ROOT}/")]
+        return sorted(name for name in names if name.startswith(PRODUCT))
 
 
 async def next_admit(worker: FakeWorker) -> None:
     while True:
         match await worker.hear():
-            case messages.Commands(commands=commands) if any(isinstance(it, messages.Admit) for it in commands):
+            case messages.Commands(commands=commands) if any(
+                isinstance(command, messages.Admit) for command in commands
+            ):
                 return
 
 
 async def walk(directory: Path) -> Walk:
     """Submit two requests; return what the second one passed."""
-    client_endpoint, admin_endpoint, worker_endpoint = (f"ipc://{directory}/{it}.sock" for it in ROLES)
+    client_endpoint, admin_endpoint, worker_endpoint = (f"ipc://{directory}/{role}.sock" for role in ROLES)
     config = Config(
         cluster=ClusterSettings(
             runtime_dir=str(directory),
@@ -117,7 +119,7 @@ def main(files: bool) -> None:
     product = walked.product()
     if files:
         print("\n".join(product))
-    rooms = Counter(it.split("/")[0] for it in product)
+    rooms = Counter(name.split("/")[0] for name in product)
     print(f"{len(product)} files: " + ", ".join(f"{room} {count}" for room, count in rooms.most_common()))
     print(f"{len(walked.mailboxes)} mailboxes: " + ", ".join(f"{owner} {n}" for owner, n in walked.mailboxes.items()))
 
