@@ -16,7 +16,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from coordinator.journal.records import DRAINS_MAX, RequestFacts, RequestOrdered
+from coordinator.journal.records import DRAINS_MAX, RequestFacts, RequestOrdered, RequestPlaced
+from coordinator.journal.state import RequestRecord
 from coordinator.memory.ledger import EpochKey, Ledger, follows
 from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
 from coordinator.scheduling.groups import life_of, missing_of, ranks_of
@@ -258,57 +259,40 @@ class PlacementTable:
         """These were the highest numbers of an earlier incarnation."""
         self._arrivals, self._placements = arrivals, placements
 
-    def recover(
-        self, facts: RequestFacts, generated: int, now: float = 0.0, prompt: bytes = b"", grammar: str = ""
-    ) -> RequestState:
-        """A request of an earlier incarnation, waiting, as its history says."""
-        entry = self.add(facts, now, prompt, grammar)
+    def recover(self, record: RequestRecord, generated: int, now: float) -> RequestState:
+        """Add a request of an earlier incarnation that was submitted at `now`, waiting, as its history says."""
+        entry = self.add(record.facts, now, record.prompt, record.grammar)
         entry.generated = generated
-        del self.unexplained[facts.request_index]
+        del self.unexplained[entry.request_index]
+        self.poison_detector.recover(entry, record.strikes, record.mark)
         return entry
 
-    def recover_kept(
-        self,
-        entry: RequestState,
-        node: str,
-        placement: int,
-        kept_tokens: int,
-        pages: int,
-        first_token: FirstToken = NO_TOKEN,
-    ) -> None:
-        """It keeps pages of a departed placement."""
-        entry.node, entry.placement, entry.kept_tokens, entry.pages = node, placement, kept_tokens, pages
-        entry.first_token = first_token
+    def recover_kept(self, entry: RequestState, placed: RequestPlaced, record: RequestRecord, pages: int) -> None:
+        """It keeps `pages` of a departed placement."""
+        entry.node, entry.placement, entry.prefills_only = placed.node, placed.placement, placed.prefills_only
+        entry.kept_tokens, entry.pages = record.kept_tokens, pages
+        entry.first_token = record.first_token if record.kept_tokens else NO_TOKEN
         self.kept[entry.request_index] = entry
 
     def recover_placed(
-        self,
-        entry: RequestState,
-        node: str,
-        worker: str,
-        placement: int,
-        memory: Memory,
-        *,
-        prefills_only: bool = False,
+        self, entry: RequestState, placed: RequestPlaced, memory: Memory, worker: WorkerEntry | None
     ) -> None:
-        """It is on a worker that is yet to be heard, or was lost. Which hot size it has, the inventory will say."""
+        """It is on `worker`, which is yet to be heard, or (None) leaves one that was lost. Which hot size it has, the
+        inventory will say; no row of its prompt counts as durable before the worker says so."""
         self._unlist(entry)
-        entry.phase, entry.node, entry.worker, entry.placement = EntryPhase.STARTING, node, worker, placement
-        entry.pages, entry.prefills_only = memory.host_pages, prefills_only
-        entry.hot = NO_HOT_SIZE if prefills_only else HotSize(RESIDENT, memory.hot_chunks)
+        entry.phase, entry.lost = EntryPhase.STARTING if worker else EntryPhase.LEAVING, worker is None
+        entry.node, entry.worker, entry.placement = placed.node, placed.worker, placed.placement
+        entry.pages, entry.prefills_only, entry.by_steps = memory.host_pages, placed.prefills_only, True
+        entry.own_tokens = entry.facts.part_of_prompt(placed.durable_tokens)
+        entry.hot = NO_HOT_SIZE if placed.prefills_only else HotSize(RESIDENT, memory.hot_chunks)
+        if worker is not None:
+            insort(worker.ranks, entry.rank)
 
     def recover_orders(self, entry: RequestState, ordered: RequestOrdered) -> None:
-        """The last of an earlier incarnation; an end was ordered before."""
+        """The last of an earlier incarnation."""
         self.hold(entry, ordered.held)
         self.force(entry, ordered.forced_slots)
         entry.ordered = ordered
-
-    def recover_place(self, entry: RequestState, worker: WorkerEntry | None) -> None:
-        """Put `entry` on `worker`, or (None) have it leave one that was lost."""
-        if worker is not None:
-            insort(worker.ranks, entry.rank)
-        else:
-            entry.phase, entry.lost = EntryPhase.LEAVING, True
 
     def adopt(self, entry: RequestState, hot: HotSize, resizing: HotSize | None, *, staged: bool) -> None:
         """Note what its worker says of its hot buffer, and whether its prompt is staged."""

@@ -39,7 +39,6 @@ from coordinator.scheduling.prefix_reuse import own_unit
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import RequestTable
 from coordinator.tokens.token_log import TokenLog
-from protocol.messages import NO_TOKEN
 
 if TYPE_CHECKING:
     from coordinator.scheduling.request import Request
@@ -178,13 +177,8 @@ def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Pl
         or record.placed.placement in place.dispatch.placement_table.transfers
     ):
         return Effects()
-    return Effects(
-        (
-            LedgerStep(
-                record.placed.node, Release(record.placed.placement), journal.RequestDeparted(facts.request_index, 0)
-            ),
-        )
-    )
+    note = journal.RequestDeparted(facts.request_index, 0)
+    return Effects((LedgerStep(record.placed.node, Release(record.placed.placement), note),))
 
 
 def _is_held(placed: journal.RequestPlaced, journal_state: JournalState) -> bool:
@@ -196,9 +190,8 @@ def _is_held(placed: journal.RequestPlaced, journal_state: JournalState) -> bool
 def _restore_live(record: RequestRecord, journal_state: JournalState, place: Place) -> Effects:
     facts, ordered, dispatch = record.facts, record.ordered, place.dispatch
     placed = record.placed if record.placed and _is_held(record.placed, journal_state) else None
-    generated, now = place.token_log.length(facts.request_index), facts.at_s - place.wall_offset_s
-    entry = dispatch.placement_table.recover(facts, generated, now, record.prompt, record.grammar)
-    dispatch.placement_table.poison_detector.recover(entry, record.strikes, record.mark)
+    generated = place.token_log.length(facts.request_index)
+    entry = dispatch.placement_table.recover(record, generated, facts.at_s - place.wall_offset_s)
     if record.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, record.killed)
         ordered = msgspec.structs.replace(ordered, outcome="FAILED", reason=reason)
@@ -224,16 +217,12 @@ def _restore_waiting(
     place: Place,
 ) -> Effects:
     """Keeping what is left of `placed`, if anything is."""
-    ordered, kept_tokens = entry.ordered, record.kept_tokens if placed else 0
     if placed is not None:
         pages = journal_state.ledgers[placed.node].held(placed.placement).host_pages
-        place.dispatch.placement_table.recover_kept(
-            entry, placed.node, placed.placement, kept_tokens, pages, record.first_token if kept_tokens else NO_TOKEN
-        )
-        entry.prefills_only = placed.prefills_only
+        place.dispatch.placement_table.recover_kept(entry, placed, record, pages)
     entry.recover_waiting(place.now, known=_in_words(record, entry.generated))
-    if ordered.outcome:
-        return place.dispatch.end(entry, ordered.outcome, ordered.reason)
+    if entry.ordered.outcome:
+        return place.dispatch.end(entry, entry.ordered.outcome, entry.ordered.reason)
     return Effects()
 
 
@@ -248,14 +237,8 @@ def _restore_placed(
     """Restore a request on `worker`, or (None) on one that the earlier incarnation had lost."""
     placement_table, facts, ordered = place.dispatch.placement_table, entry.facts, entry.ordered
     ledger = journal_state.ledgers[placed.node]
-    memory = ledger.held(placed.placement)
-    placement_table.recover_placed(
-        entry, placed.node, placed.worker, placed.placement, memory, prefills_only=placed.prefills_only
-    )
-    placement_table.recover_place(entry, worker)
-    entry.by_steps = True  # for all that is known: no row of its prompt is durable before its worker says so
+    placement_table.recover_placed(entry, placed, ledger.held(placed.placement), worker)
     staged = place.token_log.durable(facts.request_index) >= facts.prompt_tokens
-    entry.own_tokens = facts.part_of_prompt(placed.durable_tokens)
     entry.recover_placed(place.now, staged=staged, known=_in_words(record, entry.generated))
     if ordered.outcome:
         entry.recover_ending(place.now, ordered.outcome, ordered.reason)

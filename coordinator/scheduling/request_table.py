@@ -236,28 +236,28 @@ class RequestTable:
         return self._row(live, at, self._prompt_waits()), self.history(live)
 
     def _row(self, live: RequestState, now: float, waits: PromptWaits) -> RequestRow:
-        facts, state, request_index = live.facts, live, live.facts.request_index
+        facts, request_index = live.facts, live.request_index
         swaps, drafts, pending = live.swaps_in_all, live.drafts_in_all, self._pending(live, now)
         return RequestRow(
             request_id=facts.request_id,
-            state=state.state,
+            state=live.state,
             priority=facts.priority,
-            worker=state.active_worker,
+            worker=live.active_worker,
             prompt_tokens=facts.prompt_tokens,
             generated_tokens=self._token_log.length(request_index),
             max_tokens=facts.sampling.max_tokens,
-            durable_tokens=(state.kept_tokens or self._token_log.durable(request_index)) if state.pages else 0,
-            host_pages=state.pages,
-            hot_slots=state.hot.hot_slots,
-            hot_chunks=state.chunks,
+            durable_tokens=(live.kept_tokens or self._token_log.durable(request_index)) if live.pages else 0,
+            host_pages=live.pages,
+            hot_slots=live.hot.hot_slots,
+            hot_chunks=live.chunks,
             hits=swaps.hits,
             misses=swaps.misses,
-            retractions=state.retractions,
+            retractions=live.retractions,
             age_s=now + self._wall_offset_s - facts.at_s,
-            held=state.held,
-            reason=pending.text if pending else self._prompt_wait(live, waits) or state.reason,
+            held=live.held,
+            reason=pending.text if pending else self._prompt_wait(live, waits) or live.reason,
             waits_for=pending.kind if pending else "",
-            prefix_tokens=state.prefix_tokens,
+            prefix_tokens=live.prefix_tokens,
             drafted_tokens=drafts.drafted,
             accepted_tokens=drafts.accepted,
         )

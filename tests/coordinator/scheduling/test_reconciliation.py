@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from basics.request_states import State
+from coordinator.journal.records import RequestPlaced
+from coordinator.journal.state import RequestRecord, no_order
 from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events
@@ -43,9 +45,10 @@ class Desk:
         placement_table = self.dispatch.placement_table
         placement_table.go_on_from(arrivals=1, placements=1)
         placement_table.add_worker(self.worker)
-        self.entry: RequestState = placement_table.recover(make_facts(7, 100, 300), 30)
-        placement_table.recover_placed(self.entry, "n0", "w0", 1, memory)
-        placement_table.recover_place(self.entry, self.worker)
+        record = RequestRecord(make_facts(7, 100, 300), b"", no_order(7))
+        self.entry: RequestState = placement_table.recover(record, 30, 0.0)
+        placed = RequestPlaced(7, 1, "n0", "w0", 1, 0)
+        placement_table.recover_placed(self.entry, placed, memory, self.worker)
         placement_table.check_invariants(lambda _: self.ledger)
 
     def adopt(self, *held: InventoryRow) -> Effects:
