@@ -50,6 +50,12 @@ class ThreadCollectives:
         output.copy_(torch.stack([part[self.rank] for part in self.parts]))
         self.barrier.wait(LIMIT_S)
 
+    def broadcast(self, data: Tensor, source: int) -> None:
+        self._share(data)
+        if self.rank != source:
+            data.copy_(self.parts[source])
+        self.barrier.wait(LIMIT_S)
+
     def _share(self, own: Tensor) -> None:
         self.shapes.append(tuple(own.shape))
         self.parts[self.rank] = own
