@@ -69,6 +69,7 @@ class Drawn:
     misses: int
     late_masks: int = 0
     accepted: int = 0  # drafts
+    split_units: int = 0
 
 
 def settings_of(
@@ -218,6 +219,7 @@ def main() -> None:
         sum(life.misses for life in lives),
         rig.executor.counters.late_masks,
         rig.executor.counters.accepted_tokens,
+        rig.executor.counters.split_units,
     )
     print(json.dumps(asdict(drawn)), flush=True)
     while not (select.select([sys.stdin], [], [], 0)[0] and _is_let_go(group)):

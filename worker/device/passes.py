@@ -26,6 +26,8 @@ from protocol.settings import WorkerSettings
 
 #: Passes that are open at the same time: one, and one that preempts it.
 PASSES_MAX: Final = 2
+#: Prompts of a pass: each is some launches in every layer.
+PARTS_MAX: Final = 128
 #: The owner of a pass that is not split.
 NOT_SPLIT: Final = -1
 

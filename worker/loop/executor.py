@@ -47,7 +47,7 @@ from protocol.text import Tokenizer
 from protocol.units import PAGE_TOKENS
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.inventory import take_inventory
-from worker.device.passes import split_tokens
+from worker.device.passes import NOT_SPLIT, split_tokens
 from worker.device.sizing import Sizing
 from worker.device.step_rows import StepRows
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
@@ -327,6 +327,7 @@ class Executor:
         for part in self._prompts.launch_round(cast(GroupRunner, self._runner), this.unit):
             self._draw_first(*part)
         self.counters.prompt_units += 1
+        self.counters.split_units += this.owner != NOT_SPLIT
 
     def _wish(self) -> Wish:
         rows = sum(request.progress.has_room and not request.awaits_mask for request in self._running)
@@ -370,7 +371,7 @@ class Executor:
         return {
             "chunks": MemoryUse(chunks.count - chunks.free, chunks.count, geometry.chunk_bytes),
             "index_pages": MemoryUse(pages.count - pages.free, pages.count, geometry.index_page_bytes),
-            "slab_pages": MemoryUse(slab.count - slab.free, slab.count, geometry.slab_page_bytes),
+            "slab_pages": MemoryUse(slab.count - slab.free, slab.count, self._sizing.slab_page_bytes),
         }
 
     def room_use(self) -> dict[str, RoomUse]:

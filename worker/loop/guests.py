@@ -19,11 +19,10 @@ from torch import Tensor
 from kernels.state import DeviceState
 from protocol.arrays import Int32Array
 from protocol.units import pages_for
-from worker.device.passes import PassUnit
+from worker.device.passes import PARTS_MAX, PassUnit
 from worker.device.pinned import host_tensor
 from worker.group.exchange import Collectives
 from worker.loop.inputs import RING_BUFFERS, Ring
-from worker.loop.prompt_order import PARTS_MAX
 from worker.loop.seats import Seats
 from worker.loop.swap import Swap
 from worker.runners.base import GroupRunner, PromptPart, PromptPass

@@ -39,11 +39,10 @@ from torch import Tensor
 from kernels.layout import SLAB_LAYERS
 from kernels.state import DeviceState
 from protocol.logprobs import ROW_WORDS_MAX
-from worker.device.passes import PASSES_MAX, PassUnit
+from worker.device.passes import PARTS_MAX, PASSES_MAX, PassUnit
 from worker.device.pinned import host_tensor
 from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring
-from worker.loop.prompt_order import PARTS_MAX
 from worker.loop.seats import Seats
 from worker.loop.swap import StagedRows, Swap
 from worker.loop.warm_start import TopkBuffers

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -43,9 +42,7 @@ from worker.runners import attention as mla
 from worker.runners.base import PromptPart
 from worker.runners.layers import Layer, Layers
 from worker.runners.prompt import ModelPass, PromptAttention, PromptBlock
-
-#: Earlier rows of a prompt that travel at once: scratch memory of 11 MB with rows in fp8.
-EARLIER_ROWS: Final = 16_384
+from worker.weights.layout import EARLIER_ROWS_MAX
 
 
 @dataclass(eq=False)
@@ -166,8 +163,8 @@ class Splitting:
         another's."""
         rank, owner = self._collectives.rank, it.owner
         for part, has_left in it.earlier:
-            for first in range(0, part.start, EARLIER_ROWS):
-                stop = min(first + EARLIER_ROWS, part.start)
+            for first in range(0, part.start, EARLIER_ROWS_MAX):
+                stop = min(first + EARLIER_ROWS_MAX, part.start)
                 is_read = rank == owner and not has_left
                 data = read(part.seat, stop, start=first) if is_read else like.new_zeros(stop - first, like.shape[1])
                 self._collectives.broadcast(data, owner)
