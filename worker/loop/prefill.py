@@ -54,6 +54,7 @@ from worker.runners.base import (
     Runner,
     SamplerState,
     StepOutputs,
+    UnitWritten,
 )
 from worker.runners.logprobs import allocate_rows
 from worker.streams import Fence, Streams
@@ -165,7 +166,10 @@ class Prefill:
         """Launch a unit, the staging of what it has written and, ahead of the first one of a layer, the refill of the
         next layer. `rows`: of the group's round."""
         where = unit.layer, unit.first, unit.stop
-        launch = partial(self._runner.launch_unit, self._streams, self._state, this.prompts, *where, rows=rows)
+
+        def launch(written: UnitWritten) -> None:
+            self._runner.launch_unit(self._streams, self._state, this.prompts, *where, written, rows)
+
         self._launch(this, unit, launch)
 
     def launch_split(self, this: LaunchedPass, unit: PassUnit, span: PassUnit, owner: int) -> None:
@@ -174,11 +178,11 @@ class Prefill:
         launch = partial(runner.launch_split, self._streams, self._state, this.prompts, unit, owner)
         self._launch(this, span, launch)
 
-    def _launch(self, this: LaunchedPass, unit: PassUnit, launch: Callable[..., None]) -> None:
+    def _launch(self, this: LaunchedPass, unit: PassUnit, launch: Callable[[UnitWritten], None]) -> None:
         if not unit.first:
             self._await_slab(this, unit.layer)
             self._refill(this, unit.layer + 1)
-        launch(written=partial(self._written, this, unit))
+        launch(partial(self._written, this, unit))
         for number, piece in this.prompts.pieces(unit.first, unit.stop):
             if piece.ends:
                 self._fill(this, number, unit.layer)
