@@ -1,5 +1,6 @@
 """Prompts of one rank that all ranks of its group split: tokens are those of the model library and of ranks that split
-nothing, whatever order fences allow, whoever leaves or is killed; and host pages are written by the owner alone."""
+nothing, in each order that fences allow, and where requests leave or a rank is killed. Host pages are written by
+the owner alone."""
 
 from __future__ import annotations
 
@@ -135,8 +136,8 @@ def test_prompt_behind_a_shared_prefix_is_split(checkpoint: Path) -> None:
     assert len(found[0]) == 8
 
 
-@pytest.mark.parametrize("everyone", [False, True], ids=["one of them", "all"])
-def test_request_leaves_amid_a_split_pass(everyone: bool, checkpoint: Path) -> None:
+@pytest.mark.parametrize("leave_all", [False, True], ids=["one of them", "all"])
+def test_request_leaves_amid_a_split_pass(leave_all: bool, checkpoint: Path) -> None:
     """One that ends its prompt in it, or all: units go on as padding, and what comes next is split again. A retracted
     request goes on where its last whole pass ended."""
     plain = run_ranks(checkpoint, [[], asks()], UNSPLIT).tokens
@@ -153,7 +154,7 @@ def test_request_leaves_amid_a_split_pass(everyone: bool, checkpoint: Path) -> N
         rig.run_until(lambda: prompts.depth > 0 and prompts._open[0].place.layer == 1)
         assert prompts._open[0].split is not None
         assert len(prompts._open[0].requests()) > 1
-        for life in (first, *others) if everyone else (first,):
+        for life in (first, *others) if leave_all else (first,):
             coordinator.withdraw(life, "drop")
         rig.run_until(lambda: not first.placement)
         long = lives[0]
