@@ -42,7 +42,8 @@ ENVIRONMENT_PREFIX: Final = "HISPARSE_"
 #: The path of the TOML file.
 CONFIG_VARIABLE: Final = "HISPARSE_CONFIG"
 #: Variables that are not settings. The second names the directory of compiled kernels (kernels/cuda/jit.py).
-OTHER_VARIABLES: Final = (CONFIG_VARIABLE, "HISPARSE_KERNEL_CACHE")
+KERNEL_CACHE_VARIABLE: Final = "HISPARSE_KERNEL_CACHE"
+OTHER_VARIABLES: Final = (CONFIG_VARIABLE, KERNEL_CACHE_VARIABLE)
 
 
 @dataclass(frozen=True)

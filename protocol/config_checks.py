@@ -47,7 +47,8 @@ KV_EVENT_ARRAYS: Final = "array"
 KV_EVENT_FORMATS: Final = ("map", KV_EVENT_ARRAYS)
 WEIGHT_ONLY: Final = "weight_only"
 W8A8: Final = "w8a8"
-MATMULS: Final = (WEIGHT_ONLY, W8A8)
+AUTO_MATMUL: Final = "auto"
+MATMULS: Final = (AUTO_MATMUL, WEIGHT_ONLY, W8A8)
 #: sun_path of a Unix socket holds 108 bytes, its terminating zero included (unix(7)).
 SOCKET_PATH_BYTES_MAX: Final = 107
 PORT_MAX: Final = 65_535
@@ -242,7 +243,7 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
         "worker.matmul",
         worker.matmul,
         "a CPU decodes FP8 weights at load, and quantizes nothing",
-        f"use {WEIGHT_ONLY}, or a GPU",
+        f"use {AUTO_MATMUL}, {WEIGHT_ONLY}, or a GPU",
     )
     yield _one_of("worker.stream_backend", worker.stream_backend, STREAM_BACKENDS)
     kind, colon, index = worker.device.partition(":")

@@ -97,7 +97,9 @@ class WorkerSettings(Settings, frozen=True):
     device: str = "cpu"  # cpu, cuda or cuda:N
     dtype: str = "auto"  # type of the model: auto (the checkpoint's), float32 or bfloat16
     kv_dtype: str = "auto"  # type of KV rows and index keys: auto (as dtype), float32, bfloat16 or fp8
-    matmul: str = "weight_only"  # FP8 products on a GPU: weight_only (exact), or w8a8 (activations in FP8 too)
+    matmul: str = (
+        "auto"  # FP8 products on a GPU: weight_only (exact), w8a8 (activations in FP8 too), auto (w8a8 if it can)
+    )
     stream_backend: str = ""  # streams: inline or simulated on the CPU, cuda on a GPU; default: inline, cuda
     stream_seed: int = 0  # seed of the simulated backend
     graphs: bool = True  # replay decode steps from CUDA graphs; no effect with other stream backends

@@ -46,7 +46,7 @@ from protocol.text import make_tokenizer
 from protocol.tokenizer_files import TokenizerFile, read_tokenizer
 from protocol.transport.keys import access
 from protocol.version import our_version
-from worker.device.gpu_memory import cuda_device, free_device_bytes
+from worker.device.gpu_memory import cuda_device, free_device_bytes, let_segments_grow
 from worker.device.sizing import Sizing, size_worker
 from worker.group.control import PeersMissingError
 from worker.group.exchange import require_alike
@@ -101,6 +101,7 @@ class WorkerProcess:
     def __init__(self, config: Config, halted: threading.Event) -> None:
         access(config.cluster, "worker", config.cluster.worker_endpoint)  # refused now, not after minutes of loading
         if config.worker.device != "cpu":
+            let_segments_grow()
             cuda_device(config.worker.device)
         check_transfer(config.worker)
         tell_step("group" if config.worker.group else "model")

@@ -41,7 +41,7 @@ from worker.device.step_rows import rows_max
 from worker.loop.batch import RunningRequest
 from worker.loop.executor import Executor
 from worker.loop.prefill import LaunchedPass, Prefill
-from worker.loop.prompts import Prompts
+from worker.loop.prompts import NextUnit, Prompts
 from worker.loop.swap import StagedRows
 from worker.runners.base import arithmetic, prefix_unit_tokens
 from worker.runners.synthetic import synthetic_matmul, synthetic_runner
@@ -214,7 +214,7 @@ def changed(spec: Spec) -> Iterator[None]:
         stepped(counters, seconds, requests, is_alone=is_alone)
         loop.stepped(seconds, requests)
 
-    def followed(prompts: Prompts, **limits: Any) -> PassUnit | None:
+    def followed(prompts: Prompts, **limits: Any) -> NextUnit | None:
         loop.write(prompts)
         return follow(prompts, **limits)
 

@@ -155,6 +155,14 @@ WORKLOADS: Final = {
             published={16: Published("a decode of 272 tokens/s falls to 6.6", "users' reports of other engines")},
         ),
         Workload("32k1", (2,), fresh=(32_768, 32_768), output=1, about="prompts of 32,768 tokens alone"),
+        Workload(
+            "1k1",
+            (1,),
+            fresh=(1_024, 1_024),
+            output=1,
+            long_prompt=131_072,
+            about="prompts of 1,024 tokens one by one, alone and beside those of 131,072",
+        ),
         Workload("128k1", (1,), fresh=(131_072, 131_072), output=1, about="the long prompts of `mix` alone"),
         Workload(
             "turns",

@@ -23,7 +23,7 @@ from typing import Final
 import trio
 
 import hisparse
-from protocol.config import ENVIRONMENT_PREFIX
+from protocol.config import ENVIRONMENT_PREFIX, KERNEL_CACHE_VARIABLE
 from protocol.errors import InternalError, Unavailable
 from protocol.start_step import step_of
 
@@ -66,11 +66,12 @@ def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGTERM) ->
 
 
 def child_environ() -> dict[str, str]:
-    """Environment for a child: this process's, without settings, with the path of this code.
+    """Environment for a child: this process's, without settings but the folder of kernels, with the path of this code.
 
     The working directory is not on the child's path: a `kernels/` there would hide the package of that name.
     """
-    environ = {name: text for name, text in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    kept = (name for name in os.environ if not name.startswith(ENVIRONMENT_PREFIX) or name == KERNEL_CACHE_VARIABLE)
+    environ = {name: os.environ[name] for name in kept}
     root = str(Path(hisparse.__file__).resolve().parents[1])
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH", ""))))
     environ["PYTHONSAFEPATH"] = "1"

@@ -56,7 +56,7 @@ EXPECTED_FEW: Final = 32
 #: Rows of an expert beyond which the library is told of no more: it has no faster kernel for them.
 EXPECTED_MOST: Final = 64
 #: Tokens of all ranks in one piece of a prompt: bounds what its experts' rows take.
-PIECE_TOKENS: Final = 4_096
+PIECE_TOKENS: Final = 16_384
 #: Share of its norm by which the probe's product may differ from torch's: results are rounded to bfloat16.
 PROBE_ERROR_MOST: Final = 1e-2
 

@@ -50,6 +50,7 @@ def test_cells_are_those_of_the_published_workloads() -> None:
         "32k8k-48",
         "mix-16",
         "32k1-2",
+        "1k1-1",
         "128k1-1",
         "turns-64",
     ]

@@ -24,7 +24,7 @@ from worker.streams.cuda import CudaStreams  # noqa: E402
 
 #: How late each operation of the producer is: by default about a step, more where a mutant has longer to go wrong.
 DELAY_S = 0.002
-DELAYS_S = {"quiesced": 0.03} | dict.fromkeys(("staged", "preloaded", "index_loaded", "refilled"), 0.02)
+DELAYS_S = {"quiesced": 0.03} | dict.fromkeys(("staged", "slab_staged", "preloaded", "index_loaded", "refilled"), 0.02)
 DELAYS_S |= dict.fromkeys(("inputs_consumed", "backed_up", "chunk_reclaimed"), 0.01)
 #: What to hold back: the producer whose memory the scenario's consumer must not touch too early.
 LATE = {name: next(iter(spec.producers)) for name, spec in FENCES.items()} | {"quiesced": "backup"}

@@ -3,9 +3,19 @@ holds without using it."""
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from protocol.errors import ConfigError
+
+
+def let_segments_grow() -> None:
+    """Let torch's allocator grow its segments in place, unless the environment says otherwise: what a pass holds for
+    moments is as large as the device has room for, and would not fit pieces that steps left. Before the first
+    allocation; it has no effect behind that."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def free_device_bytes(device: torch.device | str) -> int:

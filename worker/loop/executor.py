@@ -141,7 +141,11 @@ class Executor:
         self._clock = clock
         self._lookahead = settings.lookahead_steps
         sampler = SamplerState.allocate(settings.seats, runner.info.vocab_size, settings.device)
-        self._swap = Swap(streams, self.state, self.counters)
+        block = prompt_block_tokens(settings) if settings.deterministic else 0
+        self._pace = pace or Pace(
+            settings.gap_target_ms, min(runner.block_tokens_max, settings.pass_tokens), fixed_block=block
+        )
+        self._swap = Swap(streams, self.state, self.counters, self._pace.copied)
         rows = StepRows.of(settings)
         self._lengths = DraftLengths(rows.draft_tokens) if rows.varies else None
         self._draft_tokens = self.counters.draft_tokens = 0 if rows.varies else rows.draft_tokens
@@ -149,10 +153,6 @@ class Executor:
         vocab = runner.info.vocab_size
         drafting = (
             DraftSeats(cast(DraftRunner, runner), streams, self.state, sampler, rows) if rows.draft_tokens else None
-        )
-        block = prompt_block_tokens(settings) if settings.deterministic else 0
-        self._pace = pace or Pace(
-            settings.gap_target_ms, min(runner.block_tokens_max, settings.pass_tokens), fixed_block=block
         )
         self._decoder = Decoder(
             *parts,
@@ -635,10 +635,10 @@ class Executor:
         steps it is one unit: where launches return once they have run, what it completed is polled before the next."""
         busy, gap = self._draw_late(), self._pace.gap(beside_steps=beside_steps)
         while beside_steps or not self._prompts.held():
-            unit = self._prompts.next(beside_steps=beside_steps, left_s=gap.left_s)
-            if unit is None or not gap.take(self._pace.unit_s(unit.rows)):
+            found = self._prompts.next(beside_steps=beside_steps, left_s=gap.left_s)
+            if found is None or not gap.take(found.seconds):
                 break
-            for part in self._prompts.launch(unit):
+            for part in self._prompts.launch(found.unit):
                 self._draw_first(*part)
             self.counters.prompt_units += 1
             busy = True

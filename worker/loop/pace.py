@@ -11,6 +11,8 @@ was, since all units read the same weights: so it is tried again now and then.
     margin    measured: a gap above the target widens it, one within narrows it by far less, so that SLOW_GAPS of all
               gaps are above (the stochastic approximation of a quantile, Robbins and Monro 1951)
     block     the largest size whose unit takes no longer than a plain step, nor than the budget
+    copies    of rows that a unit waits for: measured by row. What the units launched since do not cover is taken from
+              the budget, as time of that unit
     units     as many as fit the budget, and at least one, since prompts must go on; the last ones smaller, to fill it
 
 Where no request decodes, blocks are as large as can be.
@@ -32,7 +34,7 @@ MARGIN: Final = 0.05
 MARGIN_MAX: Final = 0.3
 MARGIN_STEP: Final = 0.01
 #: The share of gaps that may be above the target: less than the one in a hundred that it allows.
-SLOW_GAPS: Final = 0.008
+SLOW_GAPS: Final = 0.005
 #: Deviations from the mean at which about one unit in a hundred is slower.
 DEVIATIONS: Final = 2.0
 #: Weight of the latest measurement.
@@ -97,6 +99,8 @@ class Pacing(Protocol):
     def stepped(self, seconds: float) -> None: ...
     def waited(self, seconds: float) -> None: ...
     def ran(self, rows: int, seconds: float) -> None: ...
+    def copied(self, rows: int, seconds: float) -> None: ...
+    def copy_s(self, rows: int) -> float: ...
     @property
     def plain_step_s(self) -> float: ...
     @property
@@ -115,6 +119,7 @@ class Pace:
         self._sizes: Sequence[int] = block_sizes(block_max)
         self._units: dict[int, MovingTime] = {}
         self._step: MovingTime | None = None
+        self._copied_row: MovingTime | None = None
         self._margin = MARGIN
         self._ran = 0
 
@@ -139,6 +144,16 @@ class Pace:
             self._units[size] = MovingTime(whole, at=self._ran)
         else:
             known.take(whole, self._ran)
+
+    def copied(self, rows: int, seconds: float) -> None:
+        """`rows` of one layer came back from host memory in `seconds` on the device."""
+        if self._copied_row is None:
+            self._copied_row = MovingTime(seconds / rows)
+        self._copied_row.take(seconds / rows)
+
+    def copy_s(self, rows: int) -> float:
+        """Seconds that a copy of `rows` of a layer takes, but for one in a hundred; infinite: nothing was measured."""
+        return inf if self._copied_row is None else rows * self._copied_row.slow
 
     @property
     def plain_step_s(self) -> float:

@@ -90,6 +90,11 @@ class LaunchedPass:
         """Numbers of the parts whose request has not left."""
         return [number for number in range(len(self.requests)) if number not in self.prompts.left]
 
+    @property
+    def copied_rows(self) -> int:
+        """Rows of a layer that copies move, earlier ones and its own."""
+        return sum(self.part(number).stop for number in self.staying())
+
     def may_enter(self, layer: int) -> bool:
         """Tell whether what the next unit of `layer` waits for was seen."""
         fences = self.slab_staged.get(layer - SLAB_LAYERS), self.refilled.get(layer)

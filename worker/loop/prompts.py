@@ -51,16 +51,24 @@ class PassSizes(NamedTuple):
     tokens: int
 
 
+class NextUnit(NamedTuple):
+    """A unit, and the seconds that it takes with its wait for copies; 0: not known."""
+
+    unit: PassUnit
+    seconds: float
+
+
 @dataclass(eq=False)
 class OpenPass:
     """`launched` is None where this rank only pads, or has stripes of another rank's pass: then it has a `guest`.
     `tokens`: what the prompt of each part had left when the pass began; `preempting`: rows of passes that preempted
-    this one."""
+    this one; `covered_s`: seconds of the units launched since the copies began that the next layer waits for."""
 
     place: PassPlace
     launched: LaunchedPass | None
     tokens: tuple[int, ...] = ()
     preempting: int = 0
+    covered_s: float = 0.0
     guest: PromptPass | None = None
 
     @property
@@ -88,9 +96,11 @@ class OpenPass:
         this = self.launched
         return this is not None and any(this.part(it).ends and this.requests[it].lacks_mask for it in self.staying())
 
-    def may_enter(self, layer: int) -> bool:
-        """Tell whether the next unit of `layer` would wait for no copy."""
-        return self.launched is None or self.launched.may_enter(layer)
+    def wait_s(self, pace: Pacing) -> float:
+        """Seconds that the next unit will wait for copies of rows, by `pace`; infinite where that is not known."""
+        if self.launched is None or self.launched.may_enter(self.place.layer):
+            return 0.0
+        return max(0.0, pace.copy_s(self.launched.copied_rows) - self.covered_s)
 
     def requests(self) -> list[RunningRequest]:
         """Requests that have not left."""
@@ -172,9 +182,9 @@ class Prompts:
 
     # ---------------------------------------------------------------- one worker
 
-    def next(self, *, beside_steps: bool, left_s: float = inf) -> PassUnit | None:
+    def next(self, *, beside_steps: bool, left_s: float = inf) -> NextUnit | None:
         """The unit to launch next, of the pass that goes on or is opened for it, which beside steps is to take `left_s`
-        at most; None: no prompt can go on, or steps would wait for copies of its rows."""
+        at most; None: no prompt can go on, or steps would wait for copies of its rows, none of which was measured."""
         while self._open and self._open[-1].is_left:
             self._open.pop()
         if not self._open:
@@ -184,9 +194,11 @@ class Prompts:
         if not self._open:
             return None
         this = self._open[-1]
-        if beside_steps and not this.may_enter(this.place.layer):
+        wait_s = this.wait_s(self._pace) if beside_steps else 0.0
+        if wait_s == inf:
             return None
-        return this.place.unit(self._pace.block(beside_steps=beside_steps, left_s=left_s))
+        unit = this.place.unit(self._pace.block(beside_steps=beside_steps, left_s=left_s - wait_s))
+        return NextUnit(unit, wait_s + self._pace.unit_s(unit.rows))
 
     def launch(self, unit: PassUnit) -> list[tuple[LaunchedPass, int]]:
         """Launch `unit`, which `next` gave. Returns the parts whose first token is to be drawn now: with the last
@@ -341,7 +353,7 @@ class Prompts:
         this = cast(LaunchedPass, opened.launched)
         own = unit._replace(stop=min(unit.stop, opened.own_rows))
         self._launch_timed(opened, own, partial(self._prefill.launch, this, own, rows))
-        return self._launched(opened, unit)
+        return self._launched(opened, unit, own.rows)
 
     def _launch_split(
         self, opened: OpenPass, prompts: PromptPass, unit: PassUnit, guests: Guests
@@ -355,19 +367,19 @@ class Prompts:
         else:
             launch = partial(self._prefill.launch_split, opened.launched, unit, span, owner)
             self._launch_timed(opened, unit, launch)
-        return self._launched(opened, unit)
+        return self._launched(opened, unit, unit.rows)
 
     def _launch_timed(self, opened: OpenPass, unit: PassUnit, launch: Callable[[], None]) -> None:
         """Launch `unit`; what waits for copies has no time of its own."""
-        this = cast(LaunchedPass, opened.launched)
-        if this.may_enter(unit.layer) and not any(it.prefix_load for it in opened.requests()):
+        if not opened.wait_s(self._pace) and not any(it.prefix_load for it in opened.requests()):
             self._streams.timed(launch, lambda seconds: self._ran(unit.rows, seconds))()
         else:
             launch()
 
-    def _launched(self, opened: OpenPass, unit: PassUnit) -> list[tuple[LaunchedPass, int]]:
-        """`unit` was launched. Returns as `launch` does."""
+    def _launched(self, opened: OpenPass, unit: PassUnit, rows: int) -> list[tuple[LaunchedPass, int]]:
+        """`unit` was launched, with so many `rows` of this rank. Returns as `launch` does."""
         self._flying.append(self._streams.compute.record("inputs_consumed"))
+        opened.covered_s = (opened.covered_s if unit.first else 0.0) + self._pace.unit_s(rows)
         opened.place.launched(unit)
         return self._close(opened) if opened.place.is_over else []
 

@@ -33,7 +33,7 @@ advance (the model may select none of them).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -72,10 +72,18 @@ class StagedRows(NamedTuple):
 class Swap:
     """Launches moves. Counts bytes when they are launched, and times what it launches."""
 
-    def __init__(self, streams: Streams, state: DeviceState, counters: WorkerCounters) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        counters: WorkerCounters,
+        refilled: Callable[[int, float], None] = lambda rows, seconds: None,
+    ) -> None:
+        """`refilled` is told of pieces of refills that have run: rows and seconds."""
         self._streams = streams
         self._state = state
         self.counters = counters
+        self._refilled = refilled
         g = state.geometry
         self._row_bytes = g.layers * g.row_bytes
         self._key_bytes = g.groups * g.index_row_bytes
@@ -146,10 +154,14 @@ class Swap:
         refill = self._streams.refill
         refill.wait(self._streams.compute.record("slab_read"))
         for piece in places:
-            work = self._streams.timed(partial(self._refill, piece, layer), self.counters.refilling.spent)
+            work = self._streams.timed(partial(self._refill, piece, layer), partial(self._note_refill, piece.shape[1]))
             refill.launch(f"refill layer {layer}", work)
             self.counters.refilled_bytes += piece.shape[1] * self._state.geometry.row_bytes
         return refill.record("refilled")
+
+    def _note_refill(self, rows: int, seconds: float) -> None:
+        self.counters.refilling.spent(seconds)
+        self._refilled(rows, seconds)
 
     def fill_places(self, slab: Sequence[int], buffer: HotBuffer, tokens: int) -> Tensor:
         """Return slab pages and chunks int64[2, n] of what `buffer` takes of a prompt, for `fill` of any layer."""

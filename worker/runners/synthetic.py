@@ -51,6 +51,7 @@ def synthetic_matmul(matmul: str, *, device: str, dtype: str = "bfloat16", fp8: 
         device=torch.device(device),
         dtype=DTYPES[dtype],
         quantization=Quantization(powers_of_two=True) if fp8 else None,
+        deterministic=False,
     )
 
 

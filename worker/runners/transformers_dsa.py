@@ -210,6 +210,7 @@ class TransformersRunner:
             device=torch.device(device),
             dtype=torch_dtype,
             quantization=quantization if keeps else None,
+            deterministic=deterministic_seats > 0,
         )
         with library_refusals(path, FIELD):
             share = _share_of(path, collectives)

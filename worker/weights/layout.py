@@ -52,7 +52,7 @@ EXCHANGED_ROW_ALIGNMENT: Final = 16
 EXPERT_ROWS_MAX: Final = 4_096
 #: Likewise of experts whose rows are quantized (kernels/cuda/deep_gemm.py: PIECE_TOKENS, ROWS_MANY); an expert's rows
 #: end in a tile.
-QUANTIZED_EXPERT_ROWS_MAX: Final = 4_096
+QUANTIZED_EXPERT_ROWS_MAX: Final = 16_384
 EXPERT_TILE_ROWS: Final = 128
 #: Prompt passes that are held: two that are open, and one whose first token waits for a mask.
 PASSES_HELD: Final = 3

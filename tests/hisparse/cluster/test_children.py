@@ -15,7 +15,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from hisparse.cluster.children import Child, die_with_parent, exit_text, stop_children, wait_all
+from hisparse.cluster.children import Child, child_environ, die_with_parent, exit_text, stop_children, wait_all
 from protocol.errors import Unavailable
 from tests.support.limits import HANG_LIMIT_S
 
@@ -50,6 +50,14 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 async def logged(child: Child, text: str) -> None:
     await eventually(lambda: text in child.tail())
+
+
+def test_child_has_the_folder_of_kernels_and_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HISPARSE_KERNEL_CACHE", "/var/cache/kernels")
+    monkeypatch.setenv("HISPARSE_WORKER_SEATS", "4")
+    environ = child_environ()
+    assert {name for name in environ if name.startswith("HISPARSE_")} == {"HISPARSE_KERNEL_CACHE"}
+    assert environ["HISPARSE_KERNEL_CACHE"] == "/var/cache/kernels"
 
 
 async def test_exit_is_seen_by_all_waiters_at_once(children: list[Child]) -> None:

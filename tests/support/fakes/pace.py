@@ -4,6 +4,7 @@ are left between any two of their layers, at any row, and the same seed gives th
 from __future__ import annotations
 
 import random
+from math import inf
 
 from worker.loop.pace import Gap
 
@@ -56,6 +57,13 @@ class DrawnPace:
 
     def ran(self, rows: int, seconds: float) -> None:
         del rows, seconds
+
+    def copied(self, rows: int, seconds: float) -> None:
+        del rows, seconds
+
+    def copy_s(self, rows: int) -> float:
+        del rows
+        return inf
 
 
 class EvenPace(DrawnPace):

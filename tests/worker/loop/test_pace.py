@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import inf
 
 import pytest
 
@@ -71,6 +72,17 @@ def gaps_of(pace: Pace, slowdown: float, count: int) -> list[float]:
         gaps.append(seconds)
         pace.waited(seconds)
     return gaps
+
+
+def test_copies_take_what_the_slowest_in_a_hundred_took_by_row() -> None:
+    pace = Pace("auto", BLOCK_MAX)
+    assert pace.copy_s(1_000) == inf
+    for _ in range(100):
+        pace.copied(1_000, 0.001)
+    assert pace.copy_s(50_000) == pytest.approx(0.050)
+    for number in range(100):
+        pace.copied(1_000, 0.001 if number % 2 else 0.003)
+    assert 0.150 < pace.copy_s(50_000) < 0.250
 
 
 def test_gaps_that_units_do_not_explain_widen_the_margin() -> None:

@@ -10,6 +10,7 @@ import pytest
 from protocol.errors import BadInput
 from protocol.units import pages_for
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner
+from tests.support.fakes.pace import DrawnGap, DrawnPace
 from tests.support.worker_rig import SETTINGS, Rig
 from tests.worker.loop.test_fences import MUTANT_SEEDS, MakeStreams, lagging, simulated
 from worker.device import sizing
@@ -273,9 +274,10 @@ class Stalls:
         monkeypatch.setattr(SimulatedStream, "wait", counted)
 
 
-def beside_a_batch(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def beside_a_batch(seed: int, monkeypatch: pytest.MonkeyPatch, pace: DrawnPace | int = 0) -> int:
     """Stalls of steps while a prompt of several passes is computed beside a batch."""
-    rig = Rig(lagging("refill", simulated(seed))(), runner=FakeRunner(groups_of(seed)), ahead_tokens=400)
+    runner = FakeRunner(groups_of(seed))
+    rig = Rig(lagging("refill", simulated(seed))(), runner=runner, ahead_tokens=400, pace=pace)
     coordinator = rig.coordinator
     other, life = coordinator.create(1, 40, 400), coordinator.create(2, PROMPT, 4)
     assert coordinator.admit(other, 64)
@@ -296,9 +298,54 @@ def test_no_step_waits_for_earlier_rows_of_a_prompt(seed: int, monkeypatch: pyte
     assert beside_a_batch(seed, monkeypatch) == 0
 
 
+class TakenGap(DrawnGap):
+    """Notes what it is asked for, and takes `units`."""
+
+    def __init__(self, units: int, asked: list[float]) -> None:
+        super().__init__(units)
+        self._asked = asked
+
+    def take(self, seconds: float) -> bool:
+        self._asked.append(seconds)
+        return super().take(seconds)
+
+
+class MeasuredPace(DrawnPace):
+    """Units of `UNIT_S` seconds, and copies of `copy_s`. `asked`: what gaps were asked for."""
+
+    UNIT_S = 2.0
+
+    def __init__(self, copy_s: float) -> None:
+        super().__init__(0, 16, fixed_block=16)
+        self._copy_s, self.asked = copy_s, list[float]()
+
+    def gap(self, *, beside_steps: bool) -> DrawnGap:
+        return TakenGap(2, self.asked) if beside_steps else DrawnGap(1)
+
+    def unit_s(self, rows: int) -> float:
+        return self.UNIT_S
+
+    def copy_s(self, rows: int) -> float:
+        return self._copy_s
+
+
+def test_unit_goes_before_its_copies_were_seen_when_others_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = MeasuredPace(MeasuredPace.UNIT_S / 2)
+    assert sum(beside_a_batch(seed, monkeypatch, pace) for seed in SEEDS) > 0
+    waits = {asked - pace.UNIT_S for asked in pace.asked}
+    assert waits == {0.0, pace.UNIT_S / 2}  # that of the first layer nothing covers
+
+
+def test_what_no_unit_covers_of_a_copy_is_taken_from_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = MeasuredPace(1_000.0)
+    beside_a_batch(0, monkeypatch, pace)
+    assert {1_000.0, 1_002.0} & set(pace.asked)  # behind one unit, and in the first layer
+    assert pace.UNIT_S in pace.asked
+
+
 @pytest.mark.mutation
 def test_units_launched_before_their_rows_are_there_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LaunchedPass, "may_enter", lambda this, layer: True)
+    monkeypatch.setattr(DrawnPace, "copy_s", lambda pace, rows: 0.0)
     assert any(beside_a_batch(seed, monkeypatch) for seed in SEEDS)
 
 
