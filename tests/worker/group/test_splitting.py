@@ -99,24 +99,27 @@ def test_deterministic_ranks_split_nothing(checkpoint: Path) -> None:
     assert {this.owner for this in passes} == {NOT_SPLIT}
 
 
-def owned(checkpoint: Path, script: Callable[[Rig], None], settings: Any = SETTINGS, **kinds: Any) -> Ran:
-    """Rank 1 does `script`, and rank 0 has no prompt."""
+def owned(
+    checkpoint: Path, script: Callable[[Rig], None], settings: Any = SETTINGS, *, owner: int = 1, **kinds: Any
+) -> Ran:
+    """The `owner` does `script`, and the other one of two ranks has no prompt."""
 
     def scripted(rank: int, rig: Rig) -> None:
-        if rank:
+        if rank == owner:
             script(rig)
 
     return run_ranks(checkpoint, [[], []], settings, script=scripted, **kinds)
 
 
 def test_prompt_behind_a_shared_prefix_is_split(checkpoint: Path) -> None:
-    """Earlier rows and keys, of a prefix and of passes, reach a rank that has neither."""
-    prompt, found = tuple(TEXT[:290]), list[list[int]]()
+    """Earlier rows and keys, of a prefix and of passes, reach a rank that has neither; and what the last token of a
+    prompt selected reaches the owner."""
+    prompt, found, selected = tuple(TEXT[:290]), list[list[int]](), list[bytes]()
 
     def share(rig: Rig) -> None:
         coordinator = rig.coordinator
         donor, sharer = (coordinator.create(number, 1, 8) for number in (1, 2))
-        donor.prompt, sharer.prompt = prompt[:200], prompt
+        donor.prompt, sharer.prompt = prompt[:250], prompt  # whose last token is in the other rank's stripe
         assert coordinator.admit(donor, NO_HOT_BUFFER)
         rig.run()
         before, pages = rig.executor.counters.split_units, donor.host_pages[:3]
@@ -126,14 +129,15 @@ def test_prompt_behind_a_shared_prefix_is_split(checkpoint: Path) -> None:
         if rig.settings.split_tokens:
             assert rig.executor.counters.split_units > before > 0
         found.append(sharer.tokens)
+        selected.append(donor.warm_start)
         coordinator.host_pages.extend(donor.host_pages)
         donor.host_pages = []
 
-    passes = list[Round]()
-    owned(checkpoint, share, on_rig=noting(passes))
-    owned(checkpoint, share, UNSPLIT)
+    owned(checkpoint, share, owner=0)
+    owned(checkpoint, share, UNSPLIT, owner=0)
     assert found[0] == found[1]
     assert len(found[0]) == 8
+    assert selected[0] == selected[1] != b""
 
 
 @pytest.mark.parametrize("leave_all", [False, True], ids=["one of them", "all"])
