@@ -9,9 +9,10 @@ to 90 ms.
 
 So automatic collection is off, and time drives it. Objects made since the last collection are visited ten times a
 second, each once, which takes a millisecond or two. Objects made during start-up are never visited. All others are
-visited rarely enough to stay far below one per cent of the time. Reference counts free most objects of an ended
-request without a collection. A front visits all others every 5 s: connections of strangers may leave cycles behind.
-Only objects of its connections are among them.
+visited rarely enough to stay far below one per cent of the time. Reference counts free most objects of an ended request
+without a collection. A cycle that has outlived a young collection stays until the full one, with all it refers to, so
+that no message or prompt may be part of one (tests/coordinator/listener/test_fuzz_coordinator.py). A front visits all
+others every 5 s: connections of strangers may leave cycles behind. Only objects of its connections are among them.
 """
 
 from __future__ import annotations

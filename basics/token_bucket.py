@@ -21,9 +21,9 @@ def cost_of(message_bytes: int) -> float:
 
 
 class TokenBuckets(Generic[K]):
-    """The buckets of `parties_max` parties, each overdrawn by `debt_max` tokens at most. Beyond that number the least
-    recently used one is forgotten, with full ones that follow; a bucket is full at first. Times are seconds of any
-    clock that does not go back."""
+    """The buckets of `parties_max` parties, each overdrawn by `debt_max` tokens at most. A bucket is full at first.
+    When a party is new, the least recently used buckets are forgotten while they are full; beyond `parties_max`, the
+    first of them in any case. Times are seconds of any clock that does not go back."""
 
     def __init__(self, per_s: float, burst: float, parties_max: int, debt_max: float = math.inf) -> None:
         self._per_s: Final = per_s
@@ -59,8 +59,9 @@ class TokenBuckets(Generic[K]):
         return max(0.0, lacking - (now - since) * self._per_s)
 
     def _keep(self, party: K, lacking: float, now: float) -> None:
-        if self._lacking.pop(party, None) is None and len(self._lacking) >= self._parties_max:
-            del self._lacking[next(iter(self._lacking))]
+        if self._lacking.pop(party, None) is None:
+            if len(self._lacking) >= self._parties_max:
+                del self._lacking[next(iter(self._lacking))]
             while self._lacking and not self._lacks(first := next(iter(self._lacking)), now):
                 del self._lacking[first]
         self._lacking[party] = lacking, now

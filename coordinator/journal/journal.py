@@ -115,9 +115,11 @@ class _Group:
         (self.within or self).answers.append((reply, value, what))
 
     def end(self) -> None:
-        """The group is durable: set its replies."""
+        """The group is durable: set its replies. It lets go of the groups that joined it, which refer to it: the
+        garbage collector would find the cycle, and prompts in it, after minutes (basics.gc_policy)."""
         for group in (self, *self.joined):
             group.committed.set()
+        self.joined.clear()
         for reply, value, _ in self.answers:
             reply.set(value)
         self.answers.clear()

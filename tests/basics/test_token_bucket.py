@@ -47,6 +47,15 @@ def test_debt_is_bounded() -> None:
     assert buckets.free_at("a", 0.0) == pytest.approx(0.5)
 
 
+def test_full_buckets_are_forgotten_when_another_party_comes() -> None:
+    """Else parties that each came once, such as connections, would take their room for good."""
+    buckets = buckets_of(parties_max=1_000)
+    for number in range(100):
+        buckets.spend(str(number), 1.0, number * 0.05)
+        assert len(buckets) <= 3
+    assert buckets.level("99", 99 * 0.05) == BURST - 1.0, "it is not forgotten before it is full"
+
+
 def test_least_recently_used_party_is_forgotten_and_full_ones_behind_it() -> None:
     buckets = buckets_of(parties_max=3)
     for party, cost in (("a", 20.0), ("b", 5.0), ("c", 20.0)):

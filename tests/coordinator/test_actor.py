@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import pytest
 import trio
@@ -112,6 +114,45 @@ async def test_an_ask_waits_for_its_reply_or_its_failure() -> None:
         await reply.wait()
     with pytest.raises(InternalError, match="given twice"):
         reply.set(1)
+
+
+async def test_a_refused_ask_needs_no_collection() -> None:
+    """Its message may have megabytes, and a cycle is found after minutes."""
+
+    class Ask:
+        def __init__(self, reply: Reply[str]) -> None:
+            self.reply = reply
+
+        def check(self) -> None:
+            raise CapacityError("no")
+
+    class RefusingActor(FakeActor):
+        async def handle(self, batch: list[object]) -> None:
+            for ask in batch:
+                assert isinstance(ask, Ask)
+                try:
+                    ask.check()
+                except CapacityError as error:
+                    ask.reply.fail(error)
+
+    asks: weakref.WeakSet[Ask] = weakref.WeakSet()
+
+    def make(reply: Reply[str]) -> Ask:
+        asks.add(ask := Ask(reply))
+        return ask
+
+    async with open_supervisor() as supervisor:
+        actor = RefusingActor()
+        supervisor.start(actor, Level.REQUEST)
+        gc.disable()
+        try:
+            for _ in range(3):
+                with pytest.raises(CapacityError):
+                    await actor.ask(make)
+            assert len(asks) == 1, "the actor holds its last batch"
+        finally:
+            gc.enable()
+        actor.close()
 
 
 async def test_closed_actor_finishes_its_messages_and_drops_the_rest() -> None:

@@ -171,6 +171,7 @@ def fuzz(given: argparse.Namespace, cores: Cores, place: Path) -> Report:
             process(MODULE, "--ask", str(place), log=log, cores=cores.client),
         ):
             warmed_up(log)
+            time.sleep(SETTLE_S)
             at.coordinator.start()
             job |= {"seed": given.seed, "count": given.messages}
             job |= {"per_s": given.rate} if given.rate else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -109,6 +110,26 @@ async def test_what_a_turn_appends_is_one_group(autojump_clock: trio.testing.Moc
         ["TokensAppended"],
         ["RequestOrdered", "RequestOrdered"],
     ]
+
+
+async def test_durable_records_need_no_collection(autojump_clock: trio.testing.MockClock) -> None:
+    """Those of a turn, too: they hold prompts, and a cycle is found after minutes."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with open_desk() as desk:
+            desk.journal.hold()
+            commit = desk.journal.append([order(1)])
+            group_type = type(commit._group)
+            desk.journal.let_go()
+            await commit.wait()
+            del commit
+            await desk.journal.append([order(2)]).wait()
+            await trio.testing.wait_all_tasks_blocked()
+            kept = [it for it in gc.get_objects() if type(it) is group_type and order(1) in it.records]
+            assert not kept
+    finally:
+        gc.enable()
 
 
 async def test_turn_during_a_summary_is_not_held_together(autojump_clock: trio.testing.MockClock) -> None:

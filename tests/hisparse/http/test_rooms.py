@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from pathlib import Path
 
+import pytest
 import trio
 
 from basics.rooms import ROOMS, RoomPlace
+from hisparse.http.server.fairness import turns
+from hisparse.http.server.fairness.arrears import Arrears
 from hisparse.http.server.listener import HttpListener
 from metrics.state import HttpCounters
 from protocol.settings import HttpSettings
@@ -50,8 +54,9 @@ async def test_containers_that_grow_with_answers_are_in_the_table(tmp_path: Path
     assert used["http_outputs"] == MANY + 1
 
 
-async def test_containers_that_grow_with_connections_are_in_the_table() -> None:
-    """Each from an address of its own, refused once."""
+async def test_containers_that_grow_with_connections_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each from an address of its own, refused once, which is remembered for the time of the test."""
+    monkeypatch.setattr(turns, "Arrears", partial(Arrears, per_s=0.01))
     looks, peers = [], []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
