@@ -134,6 +134,17 @@ def test_two_ranks_over_nccl_that_draft_draw_the_tokens_of_generate(
     assert sum(rank.accepted for rank in drawn) > 5
 
 
+@TWO_GPUS
+@pytest.mark.timeout(150)
+def test_two_ranks_over_nccl_split_the_prompts_of_one(checkpoint: Path, directory: Path) -> None:
+    """Each rank has sums of other shapes than the whole pass; retractions, with pages kept and dropped."""
+    settings = msgspec.structs.replace(RANKS, device="cuda", stream_backend="cuda")
+    asks = [[], asks_of(10, seed=9)]
+    drawn = drawn_by(checkpoint, directory, asks, settings)
+    assert not wrong(checkpoint, asks, drawn)
+    assert drawn[1].split_units > 20
+
+
 def drawn_alone(checkpoint: Path, directory: Path, asks: list[Ask], settings: WorkerSettings) -> Drawn:
     """What a worker without a group drew, in this process."""
     settings = msgspec.structs.replace(settings, model=str(checkpoint))

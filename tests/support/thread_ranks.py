@@ -50,6 +50,12 @@ class ThreadCollectives:
         output.copy_(torch.stack([part[self.rank] for part in self.parts]))
         self.barrier.wait(LIMIT_S)
 
+    def broadcast(self, data: Tensor, source: int) -> None:
+        self._share(data)
+        if self.rank != source:
+            data.copy_(self.parts[source])
+        self.barrier.wait(LIMIT_S)
+
     def _share(self, own: Tensor) -> None:
         self.shapes.append(tuple(own.shape))
         self.parts[self.rank] = own
@@ -91,12 +97,13 @@ def run_ranks(
     *,
     on_rig: Callable[[int, Rig], None] = lambda rank, rig: None,
     streams_of: Callable[[int], Streams] = lambda rank: make_streams("inline"),
+    script: Callable[[int, Rig], None] | None = None,
 ) -> Ran:
     """The requests of each rank until all have ended, with the logits of rows that hold. `on_rig` sees each rank before
-    its first turn; `streams_of` gives each rank its streams."""
+    its first turn; `streams_of` gives each rank its streams; `script` turns a rank in place of its requests."""
     size = len(asks)
     collectives = ThreadCollectives.of(size)
-    settings = msgspec.structs.replace(settings, model=str(checkpoint))
+    settings = msgspec.structs.replace(settings, model=str(checkpoint), group_size=size)
     runners = [load_runner(settings, own) for own in collectives]
     controls: list[FakeControl] = []
     controls += [FakeControl(controls) for _ in range(size)]
@@ -106,10 +113,13 @@ def run_ranks(
         group: Any = SimpleNamespace(rank=rank, size=size, control=controls[rank], collectives=collectives[rank])
         rigs[rank] = rig = Rig(streams_of(rank), settings=settings, runner=runners[rank], keep_logits=True, group=group)
         on_rig(rank, rig)
-        requests = Requests(rig, checkpoint, rank)
-        for ask in asks[rank]:
-            requests.add(ask)
-        requests.run(0)
+        if script is None:
+            requests = Requests(rig, checkpoint, rank)
+            for ask in asks[rank]:
+                requests.add(ask)
+            requests.run(0)
+        else:
+            script(rank, rig)
         while not all(done):
             done[rank] = False
             rig.executor.turn()
