@@ -138,7 +138,7 @@ def layers_of(config: Any) -> Sequence[int]:
 
 
 class Ranks:
-    """What the ranks of a run say to each other, as files of one directory. Rank 0 leads."""
+    """Words that the ranks of a run say to each other, as files of one directory. Rank 0 leads."""
 
     def __init__(self, directory: Path, rank: int, size: int) -> None:
         self._directory, self._rank, self._size = directory, rank, size
@@ -150,12 +150,12 @@ class Ranks:
         path.with_suffix(".partial").write_text(text)
         path.with_suffix(".partial").rename(path)
         heard = [self._directory / f"heard-{self._heard}-{rank}" for rank in range(1, self._size)]
-        while not all(it.exists() for it in heard):
+        while not all(path.exists() for path in heard):
             time.sleep(0.001)
         self._heard += 1
 
     def hear(self) -> str | None:
-        """What rank 0 has said since this rank heard it last, if anything."""
+        """Return what rank 0 has said since this rank heard it last, if anything."""
         path = self._directory / f"said-{self._heard}"
         if not path.exists():
             return None
@@ -181,7 +181,7 @@ def lead(worker: PromptWorker, ranks: Ranks, repeats: int) -> dict[str, Any]:
             split_from(worker, tokens)
             answers.append(worker.answer(seed))
     ranks.say(DONE)
-    plain, split = ([round(1e3 * it.first_s, 2) for it in found[tokens][1:]] for tokens in (0, SPLIT))
+    plain, split = ([round(1e3 * one.first_s, 2) for one in found[tokens][1:]] for tokens in (0, SPLIT))
     return {
         "prompt": worker.tokens,
         "split_units": worker.executor.counters.split_units,

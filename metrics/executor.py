@@ -153,7 +153,7 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
         "units",
         "Units of passes that the ranks of a group split, on the rank that has the prompts and on those that help.",
         "Do ranks without prompts help the others?",
-        lambda it: it.split_units,
+        lambda counters: counters.split_units,
     ),
     counter(
         "hisparse_worker_prompt_seconds_total",

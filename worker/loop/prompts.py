@@ -37,7 +37,7 @@ UNITS_AHEAD: Final = 3
 
 
 class Wished(NamedTuple):
-    """What a rank brings to the next pass: `tokens`, `urgent` ones, and `pages` as in agreement.Wish."""
+    """Offer of a rank to the next pass: `tokens`, `urgent` ones, and `pages` as in agreement.Wish."""
 
     tokens: int
     urgent: int
@@ -224,7 +224,7 @@ class Prompts:
     # ---------------------------------------------------------------- a rank of a group
 
     def wished(self) -> Wished:
-        """What this rank would bring to the next pass and to one that preempts the open one, or lend to another's."""
+        """Tell what this rank would bring to the next pass, to one that preempts the open one, or lend to another's."""
         taken = self._compose(self._sizes.tokens, behind_open=True)
         urgent = self._preempting() if len(self._open) == 1 else []
         pages = sum(pages_for(it.stop) for it in taken) if taken else self._seats.lendable_slab
@@ -412,4 +412,4 @@ class Prompts:
 
 
 def _tokens(taken: Sequence[Taken]) -> int:
-    return sum(it.stop - it.start for it in taken)
+    return sum(one.stop - one.start for one in taken)

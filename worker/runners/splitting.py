@@ -88,14 +88,14 @@ class Splitting:
         return SplitUnit(block, unit, span, owner, pieces, earlier)
 
     @torch.inference_mode()
-    def project(self, it: SplitUnit, state: DeviceState, layer: Layer) -> None:
+    def project(self, split: SplitUnit, state: DeviceState, layer: Layer) -> None:
         """Rows and index keys of the span are written, and the stripe has selected, if `layer` is an anchor."""
-        block, index = it.block, None
+        block, index = split.block, None
         rows = torch.empty(0, state.geometry.row_bytes, dtype=torch.uint8, device=state.rows.device)
         keys = rows.new_empty(0, state.geometry.index_row_bytes)
         if block.first < block.stop:
             rows, index = self._project_stripe(block, layer)
-        self._write(it, self._gathered(rows, it.unit.rows), partial(write_slab_rows, state, layer.number))
+        self._write(split, self._gathered(rows, split.unit.rows), partial(write_slab_rows, state, layer.number))
         if not layer.anchor:
             return
         if index is not None:
@@ -103,10 +103,10 @@ class Splitting:
             keys = index.keys[0]
         group = block.keys_of(layer.group)
         write = partial(write_prompt_index_keys, state, group)
-        self._write(it, self._gathered(keys, it.unit.rows), write)
-        if it.begins_layer:
+        self._write(split, self._gathered(keys, split.unit.rows), write)
+        if split.begins_layer:
             read = partial(read_index_keys, state, group)
-            self._share_earlier(it, read, write, keys.new_empty(0, state.geometry.index_row_bytes))
+            self._share_earlier(split, read, write, keys.new_empty(0, state.geometry.index_row_bytes))
         if index is not None and block.pieces:
             self._prompt.select(state, layer.group, block, index, layer.attention.indexer.softmax_scale)
 
@@ -122,47 +122,47 @@ class Splitting:
         return projected.rows[0], layers.project_index(layer, inputs, angles) if layer.anchor else None
 
     @torch.inference_mode()
-    def attend(self, it: SplitUnit, state: DeviceState, layer: Layer) -> None:
+    def attend(self, split: SplitUnit, state: DeviceState, layer: Layer) -> None:
         """The stripe goes through the rest of `layer`. Earlier rows of prompts are in the owner's slab."""
-        block, experts = it.block, self._layers.prompt_experts
-        if it.begins_layer:
+        block, experts = split.block, self._layers.prompt_experts
+        if split.begins_layer:
             read, write = partial(read_slab_rows, state, layer.number), partial(write_slab_rows, state, layer.number)
             shape = 0, state.geometry.row_bytes
-            self._share_earlier(it, read, write, torch.empty(shape, dtype=torch.uint8, device=state.rows.device))
+            self._share_earlier(split, read, write, torch.empty(shape, dtype=torch.uint8, device=state.rows.device))
         if block.first < block.stop:
             attended = self._prompt.attend(state, layer, block)
-            self._layers.finish(layer, block.prompts.hidden[:, block.rows], attended, experts, rows=it.unit.rows)
+            self._layers.finish(layer, block.prompts.hidden[:, block.rows], attended, experts, rows=split.unit.rows)
         else:
-            self._layers.pad(layer, it.unit.rows)
+            self._layers.pad(layer, split.unit.rows)
         if layer.number == self._last_layer:
-            self._share_states(it)
+            self._share_states(split)
 
-    def _share_states(self, it: SplitUnit) -> None:
+    def _share_states(self, split: SplitUnit) -> None:
         """The owner, and the others too, have the states of the span; and behind the pass what last tokens selected."""
-        prompts, block = it.block.prompts, it.block
-        states = self._gathered(prompts.hidden[0, block.rows], it.unit.rows)
-        prompts.hidden[0, it.rows] = states[: it.span.rows]
-        if it.ends_pass:
+        prompts, block = split.block.prompts, split.block
+        states = self._gathered(prompts.hidden[0, block.rows], split.unit.rows)
+        prompts.hidden[0, split.rows] = states[: split.span.rows]
+        if split.ends_pass:
             for selected in prompts.warm_start:
                 selected.copy_(self._gathered(selected[None], 1).amax(0))  # -1 on all ranks but one
 
-    def _write(self, it: SplitUnit, rows: Tensor, write: Callable[[int, int, Tensor], None]) -> None:
+    def _write(self, split: SplitUnit, rows: Tensor, write: Callable[[int, int, Tensor], None]) -> None:
         """Write what was gathered of the span, piece by piece."""
-        for piece in it.pieces:
-            first = piece.first - it.span.first
+        for piece in split.pieces:
+            first = piece.first - split.span.first
             write(piece.seat, piece.start, rows[first : first + piece.tokens])
 
     def _share_earlier(
         self,
-        it: SplitUnit,
+        split: SplitUnit,
         read: Callable[..., Tensor],
         write: Callable[[int, int, Tensor], None],
         like: Tensor,
     ) -> None:
         """All ranks have what the owner has below the parts of a pass; zeros of parts that left, whose memory may be
         another's."""
-        rank, owner = self._collectives.rank, it.owner
-        for part, has_left in it.earlier:
+        rank, owner = self._collectives.rank, split.owner
+        for part, has_left in split.earlier:
             for first in range(0, part.start, EARLIER_ROWS_MAX):
                 stop = min(first + EARLIER_ROWS_MAX, part.start)
                 is_read = rank == owner and not has_left

@@ -30,9 +30,9 @@ from tests.support.version_before import BEFORE
 PAST = {"incarnation_seen": INCARNATION - 1, "command_ack": 5, "report_first": 7, "report_next": 9}
 
 
-def expected(
-    rig: Rig, *, process: int = os.getpid(), started: int = 0, epoch: int = 1, is_live: bool = True
-) -> WorkerPort:
+def expected(rig: Rig, *, process: int = 0, started: int = 0, epoch: int = 1, is_live: bool = True) -> WorkerPort:
+    """`process`: by default this one, which may have been forked since it was collected."""
+    process = process or os.getpid()
     joined = WorkerJoined("n", "w0", epoch, CAPACITY, MODEL, process, started, "" if not started else "another boot")
     return rig.links.expect(joined, is_live=is_live)
 
