@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,27 @@ from protocol.text import Tokenizer
 from protocol.transport.keys import Insecure, PeerKey
 
 FINISHED: Final = "FINISHED"
-#: When no token has come for this long, a person is told what the request waits for. An answer may take as long.
+#: When no token has come for this long, a person is told what the request waits for.
 SILENCE_S: Final = 2.0
+#: Longest wait for the coordinator's answer to what a request waits for.
+ANSWER_LIMIT_S: Final = 2.0
+
+
+def _ended_by_ctrl_c(action: Callable[[Client], Awaitable[int]]) -> Callable[[Client], Awaitable[int]]:
+    """`action`, which Ctrl-C ends at a checkpoint, with KeyboardInterrupt: trio alone would raise it between any two
+    instructions, amid what must not be left half done. For the main thread."""
+
+    async def run(client: Client) -> int:
+        token = trio.lowlevel.current_trio_token()
+        with trio.CancelScope() as scope:
+            before = signal.signal(signal.SIGINT, lambda *_: token.run_sync_soon(scope.cancel, idempotent=True))
+            try:
+                return await action(client)
+            finally:
+                signal.signal(signal.SIGINT, before)
+        raise KeyboardInterrupt
+
+    return run
 
 
 @dataclass
@@ -52,7 +72,7 @@ class Follow:
         """Run `action` on a connection; returns its exit code. After Ctrl-C, prints how to attach again."""
         try:
             timed = action if self.timeout_s is None else lambda client: self._timed(client, action)
-            return run_client(self.endpoint, timed, role=self.role, name="hisparse", key=self.key)
+            return run_client(self.endpoint, _ended_by_ctrl_c(timed), role=self.role, name="hisparse", key=self.key)
         except KeyboardInterrupt:
             if self.stream is not None:
                 name = self.stream.request_id
@@ -131,7 +151,7 @@ class Follow:
 
 async def _row_of(client: Client, request_id: str) -> RequestRow | None:
     """None: the coordinator does not answer, or does not know the request."""
-    with trio.move_on_after(SILENCE_S):
+    with trio.move_on_after(ANSWER_LIMIT_S):
         try:
             return (await client.request(request_id)).row
         except HiSparseError:

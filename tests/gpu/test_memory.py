@@ -35,5 +35,5 @@ def test_freed_pieces_make_room_for_one_that_is_larger() -> None:
     assert reserved_mib() < 1_200
 
 
-def test_environment_overrides_it() -> None:
+def test_environment_overrides_growing_segments() -> None:
     assert reserved_mib(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False") >= 2_048

@@ -15,11 +15,13 @@ import click
 import msgspec
 import numpy as np
 import pytest
+import trio
 from click.testing import CliRunner, Result
 
 from basics.request_checks import SEED_MAX
 from hisparse.cli import main, streaming
 from hisparse.cli.streaming import Follow, attach_and_follow
+from hisparse.client.client import Client
 from hisparse.console.meanings import meanings
 from hisparse.console.options import COMMON_HINT, EXIT_CODES, EXIT_MEANINGS, Setting, common_option_lines, with_config
 from hisparse.console.output import duration_text, hot_text, share_text, size_text
@@ -788,6 +790,25 @@ def test_log_probabilities_are_fields_of_json(gateway: FakeGateway, output: str)
 
 
 # ---------------------------------------------------------------- interruption
+
+
+def test_ctrl_c_ends_an_action_at_a_checkpoint(gateway: FakeGateway) -> None:
+    import signal
+
+    passed: list[str] = []
+
+    async def interrupted(client: Client) -> int:
+        signal.raise_signal(signal.SIGINT)
+        passed.append("the instruction behind")
+        try:
+            await trio.sleep_forever()
+        finally:
+            passed.append("cleanup")
+
+    before = signal.getsignal(signal.SIGINT)
+    assert Follow(gateway.client_endpoint, "table").run(interrupted) == 130
+    assert passed == ["the instruction behind", "cleanup"]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.process
