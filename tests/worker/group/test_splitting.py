@@ -100,20 +100,30 @@ def test_deterministic_ranks_split_nothing(checkpoint: Path) -> None:
 
 
 def owned(
-    checkpoint: Path, script: Callable[[Rig], None], settings: Any = SETTINGS, *, owner: int = 1, **kinds: Any
+    checkpoint: Path,
+    script: Callable[[Rig], None],
+    settings: Any = SETTINGS,
+    *,
+    owner: int = 1,
+    run: Callable[..., Ran] = run_ranks,
 ) -> Ran:
-    """The `owner` does `script`, and the other one of two ranks has no prompt."""
+    """The `owner` does `script`, and the other one of two ranks has no prompt. `run` them as run_ranks does."""
 
     def scripted(rank: int, rig: Rig) -> None:
         if rank == owner:
             script(rig)
 
-    return run_ranks(checkpoint, [[], []], settings, script=scripted, **kinds)
+    return run(checkpoint, [[], []], settings, script=scripted)
 
 
 def test_prompt_behind_a_shared_prefix_is_split(checkpoint: Path) -> None:
     """Earlier rows and keys, of a prefix and of passes, reach a rank that has neither; and what the last token of a
     prompt selected reaches the owner."""
+    split_behind_a_prefix(checkpoint)
+
+
+def split_behind_a_prefix(checkpoint: Path, run: Callable[..., Ran] = run_ranks) -> None:
+    """Assert that a prompt behind a prefix gets the same tokens and warm start, split and not."""
     prompt, found, selected = tuple(TEXT[:290]), list[list[int]](), list[bytes]()
 
     def share(rig: Rig) -> None:
@@ -133,8 +143,8 @@ def test_prompt_behind_a_shared_prefix_is_split(checkpoint: Path) -> None:
         coordinator.host_pages.extend(donor.host_pages)
         donor.host_pages = []
 
-    owned(checkpoint, share, owner=0)
-    owned(checkpoint, share, UNSPLIT, owner=0)
+    owned(checkpoint, share, owner=0, run=run)
+    owned(checkpoint, share, UNSPLIT, owner=0, run=run)
     assert found[0] == found[1]
     assert len(found[0]) == 8
     assert selected[0] == selected[1] != b""
@@ -144,7 +154,12 @@ def test_prompt_behind_a_shared_prefix_is_split(checkpoint: Path) -> None:
 def test_request_leaves_amid_a_split_pass(leave_all: bool, checkpoint: Path) -> None:
     """One that ends its prompt in it, or all: units go on as padding, and what comes next is split again. A retracted
     request goes on where its last whole pass ended."""
-    plain = run_ranks(checkpoint, [[], asks()], UNSPLIT).tokens
+    leave_amid_a_split_pass(checkpoint, leave_all)
+
+
+def leave_amid_a_split_pass(checkpoint: Path, leave_all: bool, run: Callable[..., Ran] = run_ranks) -> None:
+    """Assert that one request of a split pass, or all, can leave it, and that all get their tokens."""
+    plain = run(checkpoint, [[], asks()], UNSPLIT).tokens
     found = dict[int, list[int]]()
 
     def leave(rig: Rig) -> None:
@@ -172,7 +187,7 @@ def test_request_leaves_amid_a_split_pass(leave_all: bool, checkpoint: Path) -> 
         rig.run()
         found.update((life.number, life.tokens) for life in coordinator.lives if life.tokens)
 
-    ran = owned(checkpoint, leave)
+    ran = owned(checkpoint, leave, run=run)
     assert found == {number: plain[number] for number in (0, 2, 3, 4)}
     assert not ran.rigs[0].host.any()
 
