@@ -9,7 +9,7 @@ import sys
 for part in sys.argv[1].split(','):
     a, _, b = part.partition('-'); print(*range(int(a), int(b or a) + 1))" "$cores"); do
   (at=$((first + 10000 * number)); while [ $((ends - SECONDS)) -gt 3 ]; do
-     timeout -s INT $((ends - SECONDS)) taskset -c $core nice -n 5 ${PYTHON:-python3} -m tests.sim --seeds 5 --start $at >> $out/$core.txt 2>&1; echo "rc $?" >> $out/$core.txt; at=$((at + 5)); done) &
+     timeout -s KILL $((ends - SECONDS)) taskset -c $core nice -n 5 ${PYTHON:-python3} -m tests.sim --seeds 5 --start $at >> $out/$core.txt 2>&1; echo "rc $?" >> $out/$core.txt; at=$((at + 5)); done) &
   number=$((number + 1))
 done
 wait
