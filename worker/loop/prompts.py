@@ -363,7 +363,11 @@ class Prompts:
         if not span.rows:
             guests.pad(unit)
         elif opened.launched is None:
-            guests.launch(prompts, unit, owner)
+            launch = partial(guests.launch, prompts, unit, owner)
+            if not unit.first and prompts.has_earlier:  # its time is that of the owner's copies too
+                launch()
+            else:
+                self._time(unit, launch)
         else:
             launch = partial(self._prefill.launch_split, opened.launched, unit, span, owner)
             self._launch_timed(opened, unit, launch)
@@ -372,9 +376,13 @@ class Prompts:
     def _launch_timed(self, opened: OpenPass, unit: PassUnit, launch: Callable[[], None]) -> None:
         """Launch `unit`; what waits for copies has no time of its own."""
         if not opened.wait_s(self._pace) and not any(it.prefix_load for it in opened.requests()):
-            self._streams.timed(launch, lambda seconds: self._ran(unit.rows, seconds))()
+            self._time(unit, launch)
         else:
             launch()
+
+    def _time(self, unit: PassUnit, launch: Callable[[], None]) -> None:
+        """Launch `unit`; its time sets the pace."""
+        self._streams.timed(launch, lambda seconds: self._ran(unit.rows, seconds))()
 
     def _launched(self, opened: OpenPass, unit: PassUnit, rows: int) -> list[tuple[LaunchedPass, int]]:
         """`unit` was launched, with so many `rows` of this rank. Returns as `launch` does."""

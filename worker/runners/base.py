@@ -117,6 +117,11 @@ class PromptPass:
     def rows(self) -> int:
         return self.parts[-1].end
 
+    @property
+    def has_earlier(self) -> bool:
+        """Tell whether a part attends to rows below its own."""
+        return any(part.start for part in self.parts)
+
     def leave(self, number: int) -> None:
         """The request of that part has left."""
         self.left.add(number)

@@ -72,7 +72,8 @@ def noting(passes: list[Round]) -> Callable[[int, Rig], None]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_split_prompts_give_the_tokens_of_unsplit_ones(size: int, checkpoint: Path) -> None:
-    """In every order of a rank's streams. The owner's rows are its own, and no other rank stages any."""
+    """In every order of a rank's streams. The owner's rows are its own, and no other rank stages any; all learn how long
+    units take."""
     spread: list[list[Ask]] = [[] for _ in range(size)]
     spread[1] = asks()
     passes = list[Round]()
@@ -86,6 +87,7 @@ def test_split_prompts_give_the_tokens_of_unsplit_ones(size: int, checkpoint: Pa
         assert any(this.owner == 1 for this in passes)
         assert {this.pass_rows for this in passes if this.owner == 1} >= {-(-64 // size)}
         assert [bool(rig.executor.counters.staged_bytes) for rig in ran.rigs] == [rank == 1 for rank in range(size)]
+        assert all(rig.executor.counters.prompt_s for rig in ran.rigs), "each rank has timed its stripes"
         assert not any(rig.host.any() for rank, rig in enumerate(ran.rigs) if rank != 1)
 
 
