@@ -16,10 +16,8 @@ found, prefix = {}, 74_112
 def show(times): return {"ms": round(1e3 * median(times), 2), "all": [round(1e3 * t, 1) for t in sorted(times)]}
 for new in (256, 753):
     worker = b.PromptWorker(runner, pool, prefix + new, pass_tokens=8192)
-    worker.answer(5); worker.answer(5, prefix)
-    found[f"74k+{new}"] = show([worker.answer(n, prefix).first_s for n in range(warm_n)])
-    cold = worker.answer(5); warm = worker.answer(5, prefix)
-    found[f"74k+{new}"]["same"] = sum(x == y for x, y in zip(cold.tokens, warm.tokens))
+    cold = worker.answer(5); warm = worker.answer(5, prefix); same = sum(x == y for x, y in zip(cold.tokens, warm.tokens))
+    found[f"74k+{new}"] = show([worker.answer(n, prefix).first_s for n in range(warm_n)]) | {"same": same, "cold_ms": round(1e3 * cold.first_s)}
     worker.close(); del worker
 worker = b.PromptWorker(runner, pool, 32_768, pass_tokens=8192)
 worker.answer(1)
