@@ -72,8 +72,8 @@ def noting(passes: list[Round]) -> Callable[[int, Rig], None]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_split_prompts_give_the_tokens_of_unsplit_ones(size: int, checkpoint: Path) -> None:
-    """In every order of a rank's streams. The owner's rows are its own, and no other rank stages any; all learn how long
-    units take."""
+    """In every order of a rank's streams. The owner's rows are its own, and no other rank stages any; all learn how
+    long units take."""
     spread: list[list[Ask]] = [[] for _ in range(size)]
     spread[1] = asks()
     passes = list[Round]()
