@@ -76,7 +76,7 @@ ROOMS: Final = (
         "2^28 places of 4 bytes; the room of a request follows what it generates",
         f"{_OWN_SHARE}; beyond, one of its requests at a time grows",
         WhenFull.REFUSES,
-        ("TokenLog._held",),
+        ("Places._held",),
     ),
     BoundedRoom(
         RoomPlace.COORDINATOR,
