@@ -3,7 +3,8 @@
     python -m tools.docs.walk [--files]
 
 A coordinator with a journal, a client and a fake worker run in this process; a profiler notes each file of the project
-whose code runs in between. The submission is the second one: what happens once a process is not counted.
+whose code runs in between. Of several submissions, after a first one, the files that each of them passes are counted:
+what happens once a process, and what timers run meanwhile, is not.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.support.fakes.worker import FakeWorker, hello
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 ROLES: Final = ("client", "admin", "worker")
+WALKS: Final = 5
 PRODUCT: Final = ("coordinator", "protocol", "basics", "hisparse", "metrics")
 
 
@@ -56,15 +58,17 @@ class Walk:
 
     def _noting(self, put: Any) -> Any:
         def noting(mailbox: Mailbox[Any], message: Any) -> None:
-            self.mailboxes[mailbox.owner] += 1
+            self.mailboxes[mailbox.owner.rpartition(" ")[0] or mailbox.owner] += 1
             put(mailbox, message)
 
         return noting
 
-    def product(self) -> list[str]:
-        """Return the files of the product, by path."""
-        names = [str(Path(file).relative_to(ROOT)) for file in self.files if file.startswith(f"{ROOT}/")]
-        return sorted(name for name in names if name.startswith(PRODUCT))
+
+def product_of(walks: list[Walk]) -> list[str]:
+    """Return the files of the product that all of `walks` passed, by path."""
+    files = set.intersection(*(walked.files for walked in walks))
+    names = [str(Path(file).relative_to(ROOT)) for file in files if file.startswith(f"{ROOT}/")]
+    return sorted(name for name in names if name.startswith(PRODUCT))
 
 
 async def next_admit(worker: FakeWorker) -> None:
@@ -76,8 +80,8 @@ async def next_admit(worker: FakeWorker) -> None:
                 return
 
 
-async def walk(directory: Path) -> Walk:
-    """Submit two requests; return what the second one passed."""
+async def walk(directory: Path) -> list[Walk]:
+    """Submit requests one after the other; return what each passed, but the first."""
     client_endpoint, admin_endpoint, worker_endpoint = (f"ipc://{directory}/{role}.sock" for role in ROLES)
     config = Config(
         cluster=ClusterSettings(
@@ -91,7 +95,7 @@ async def walk(directory: Path) -> Walk:
     client = RouterSocket(client_endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
     admin = RouterSocket(admin_endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
     worker = RouterSocket(worker_endpoint, message_bytes_max=WORKER_MESSAGE_BYTES_MAX, credentials=True)
-    coordinator, walked = Coordinator(config, client, admin, worker), Walk()
+    coordinator, walks = Coordinator(config, client, admin, worker), [Walk() for _ in range(1 + WALKS)]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(coordinator.serve)
         await coordinator.started.wait()
@@ -99,15 +103,15 @@ async def walk(directory: Path) -> Walk:
         await fake.say(hello("w0"))
         await fake.hear()
         async with open_client(client_endpoint) as user:
-            for request_id in ("first", "second"):
-                with walked if request_id == "second" else trio.CancelScope():
-                    await user.submit([1, 2, 3], Sampling(max_tokens=8), request_id=request_id)
+            for number, walked in enumerate(walks):
+                with walked:
+                    await user.submit([1, 2, 3], Sampling(max_tokens=8), request_id=f"r{number}")
                     await next_admit(fake)
         fake.close()
         nursery.cancel_scope.cancel()
     for socket in (client, admin, worker):
         socket.close()
-    return walked
+    return walks[1:]
 
 
 @click.command()
@@ -115,13 +119,13 @@ async def walk(directory: Path) -> Walk:
 def main(files: bool) -> None:
     """Count files and mailboxes from submit to Admit."""
     with tempfile.TemporaryDirectory() as name:
-        walked = trio.run(walk, Path(name))
-    product = walked.product()
+        walks = trio.run(walk, Path(name))
+    product, mailboxes = product_of(walks), walks[0].mailboxes
     if files:
         print("\n".join(product))
     rooms = Counter(name.split("/")[0] for name in product)
     print(f"{len(product)} files: " + ", ".join(f"{room} {count}" for room, count in rooms.most_common()))
-    print(f"{len(walked.mailboxes)} mailboxes: " + ", ".join(f"{owner} {n}" for owner, n in walked.mailboxes.items()))
+    print(f"{len(mailboxes)} mailboxes: " + ", ".join(f"{owner} {n}" for owner, n in mailboxes.items()))
 
 
 if __name__ == "__main__":
