@@ -105,7 +105,7 @@ def check(spec):
                     if not torch.equal(case.out, outs[0][order]): bad.append("relocation shows")
         print("  ", kind, n, f"{time.time()-t:.1f}s", bad, flush=True)
     for kind in os.environ.get("KINDS", "bfloat16,fp8").split(","):
-        for heads in (64, 128):
+        for heads in map(int, os.environ.get("HD", "64,128").split(",")):
             for falling in (False, True):
                 for splits in (1, 3):
                     case = Case(kind, torch.bfloat16, device="cuda", latent=512, rope=64, heads=heads, k=700, batch=2, stored=5000)
