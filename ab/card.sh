@@ -5,7 +5,8 @@ cp -r ab/cache /tmp/kc 2>/dev/null; mkdir -p /tmp/kc
 T0=$(date +%s); at() { echo "== $1 at $(( $(date +%s) - T0 ))s"; }; left() { echo $(( 475 - $(date +%s) + T0 )); }
 S=kernels/cuda/src
 for i in 0 1; do timeout 60 python3 ab/units.py $i 2 > /tmp/u$i 2>&1 & done
-HD=128 timeout 60 python3 ab/compile.py ab/t3 > /tmp/u2 2>&1 & HD=128 KB=2 timeout 60 python3 ab/compile.py ab/t3:PR=240 > /tmp/u3 2>&1 & wait; cat /tmp/u? | grep -v " 0\.[0-9]*s$" | cut -c1-110 | head -9; at compiled
+KB=1 timeout 60 python3 ab/compile.py ab/t3 > /tmp/u2 2>&1 & KB=2 timeout 60 python3 ab/compile.py ab/t3 > /tmp/u3 2>&1 &
+HD=128 KB=2 timeout 60 python3 ab/compile.py ab/t3:PR=240 > /tmp/u4 2>&1 & wait; cat /tmp/u? | grep -v " 0\.[0-9]*s$" | cut -c1-110 | head -9; at compiled
 timeout 20 python3 -m benchmarks.index_topk --kind fp8 --out $OUT/index_topk-H200.json --budget-seconds 12 2>&1 | cut -c1-100 | tail -n 13; at index
 timeout 30 python3 -m benchmarks.attention --out $OUT/attention-H200.json --budget-seconds 22 2>&1 | cut -c1-76 | tail -n 20; at attention
 timeout 25 python3 -m benchmarks.prompt_index --out $OUT/prompt.json 2>&1 | sed 's/"//g;s/context/c/;s/tokens/t/' | cut -c1-120 | tail -n 11; at prompts
