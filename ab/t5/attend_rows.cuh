@@ -218,12 +218,8 @@ template <int W> struct Turns {
         hold_shares(a.shares);
         leave<N>();
     }
-    // Where shared memory begins, as descriptors count: loaded, so that nothing that follows from it is kept.
-    __device__ __forceinline__ u32 base() const {
-        u32 at;
-        asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(at) : "r"(shared_address(&s.base)));
-        return at;
-    }
+    // Where shared memory begins, as descriptors count: loaded each time, or dozens of sums with it would stay in registers.
+    __device__ __forceinline__ u32 base() const { return loaded(s.base); }
     __device__ __forceinline__ u32 within(const void* at) const {
         return static_cast<u32>(static_cast<const u8*>(at) - reinterpret_cast<const u8*>(&s)) >> 4;
     }
@@ -440,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
     const Task task(p);
     let_next_begin();
     if (threadIdx.x == 0) {
-        s.base = (shared_address(&s) & 0x3FFFF) >> 4;
+        s.base = operand(&s);
         for (int i = 0; i < STAGES; ++i) {
             set_up(s.full[i], FILL_ARRIVALS);
             set_up(s.empty[i], 4 * HEAD_GROUPS);
