@@ -12,9 +12,9 @@ constexpr int BLOCK = 64, TILE_BYTES = 64 * 128;       // rows of a stage; a til
 constexpr int GATHERERS = HEADS == 128 ? 128 : 256, COLUMNS = GATHERERS == 128 ? HALF : HALF / 2;
 constexpr bool AHEAD = HEADS == 128;
 #ifndef PR
-#define PR 232
+#define PR 224
 #endif
-constexpr int GATHER_REGISTERS = GATHERERS == 128 ? 512 - 2 * PR : 48, PRODUCT_REGISTERS = GATHERERS == 128 ? PR : 208;
+constexpr int GATHER_REGISTERS = GATHERERS == 128 ? 504 - 2 * PR : 48, PRODUCT_REGISTERS = GATHERERS == 128 ? PR : 208;
 constexpr int GROUP = 128, GROUPS = 2, CONSUMERS = GROUPS * GROUP, THREADS = CONSUMERS + GATHERERS;
 constexpr int HEAD_GROUPS = HEADS / 64;  // 2: each group has 64 heads; 1: every second block of rows
 constexpr int ROW_GROUPS = GROUPS / HEAD_GROUPS;
