@@ -101,28 +101,36 @@ __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, 
     return inside;
 }
 
-// Keep keys from `least` on, in order, and of those equal to `low` the first `ties`. Returns how many. Entries move down,
-// never past what has been read.
-template <int READS>
-__device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 least, u32 low, u32 ties) {
+// Which entries of a list are the best: keys from `least` on, and of those equal to `low` the first `ties`.
+struct Cut {
+    u32 least, low, ties;
+};
+
+// Calls f(chosen, entries, places) for READS entries of this lane at a time, all in order: which are chosen by `cut`, and how
+// many are before each. Returns how many are chosen.
+template <int READS, class Each>
+__device__ __forceinline__ u32 each_chosen(const ListPlace& at, u32 count, Cut cut, Each f) {
     const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1;
     u32 kept = 0;
 #pragma unroll 1
     for (u32 from = 0; from < count; from += 32 * READS) {
         uint2 held[READS];
+        u32 to[READS];
+        bool chosen[READS];
 #pragma unroll
         for (int i = 0; i < READS; ++i) held[i] = reinterpret_cast<const uint2*>(at.entries)[from + 32 * i + lane];
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
-            const bool is_entry = from + 32 * i + lane < count, equal = is_entry && held[i].x == low;
+            const bool is_entry = from + 32 * i + lane < count, equal = is_entry && held[i].x == cut.low;
             const u32 equals = __ballot_sync(0xFFFFFFFF, equal);
-            const bool chosen = is_entry && held[i].x >= least || equal && __popc(equals & below) < ties;
-            ties -= min(ties, static_cast<u32>(__popc(equals)));
-            const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen), to = kept + __popc(lanes & below);
-            if (chosen) reinterpret_cast<uint2*>(at.entries)[to] = held[i];
+            chosen[i] = is_entry && held[i].x >= cut.least || equal && __popc(equals & below) < cut.ties;
+            cut.ties -= min(cut.ties, static_cast<u32>(__popc(equals)));
+            const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen[i]);
+            to[i] = kept + __popc(lanes & below);
             kept += __popc(lanes);
         }
+        f(chosen, held, to);
         __syncwarp();
     }
     return kept;
@@ -158,8 +166,8 @@ template <int READS> struct PromptList {
     // It may have no room for TAKEN scores of each lane, and must be shortened then.
     __device__ __forceinline__ bool crowded() const { return count > LISTED - 32 * TAKEN; }
 
-    // Down to k entries and at most SLACK more; if `exact`, to k. It holds as many.
-    __device__ __forceinline__ void shorten(bool exact) {
+    // Which entries are the best k, and at most SLACK more; if `exact`, k. It holds as many.
+    __device__ __forceinline__ Cut cut(bool exact) const {
         __syncwarp();
         u32 low = __reduce_min_sync(0xFFFFFFFF, least), wanted = k, ties = 0;
         u32 width = 32 - __clz(static_cast<int>((__reduce_max_sync(0xFFFFFFFF, most) - low) | 1));
@@ -174,30 +182,34 @@ template <int READS> struct PromptList {
             }
             width = shift;
         }
-        bar = low + (ties != 0);
-        count = keep<READS>(at, count, bar, low, ties);
+        return {low + (ties != 0), low, ties};
+    }
+
+    // Keep what is chosen. Entries move down, never past what has been read.
+    __device__ __forceinline__ void keep(const Cut& cut) {
+        bar = cut.least;
+        count = each_chosen<READS>(at, count, cut, [&](const bool(&chosen)[READS], const uint2(&held)[READS], const u32(&to)[READS]) {
+#pragma unroll
+            for (int i = 0; i < READS; ++i)
+                if (chosen[i]) reinterpret_cast<uint2*>(at.entries)[to[i]] = held[i];
+        });
         least = bar - (bar > 0);  // what is equal to the least that was kept may be below the bar
     }
 
-    // Write the positions of a list of k.
-    __device__ __forceinline__ void put(const ListOut& out) const {
-        __syncwarp();
-#pragma unroll 1
-        for (u32 from = threadIdx.x % 32; from < k; from += 32 * READS) {
-            i32 positions[READS], pages[READS] = {};
-#pragma unroll
-            for (int i = 0; i < READS; ++i) positions[i] = at.entries[min(from + 32 * i, k - 1)].position;
+    // Write the positions of what is chosen.
+    __device__ __forceinline__ void put(const Cut& cut, const ListOut& out) const {
+        constexpr int FEW = READS / 2;  // registers are scarce
+        each_chosen<FEW>(at, count, cut, [&](const bool(&chosen)[FEW], const uint2(&held)[FEW], const u32(&to)[FEW]) {
+            i32 pages[FEW] = {};
             if (out.rows != nullptr)
 #pragma unroll
-                for (int i = 0; i < READS; ++i) pages[i] = out.slab_pages[positions[i] / PAGE_TOKENS];
+                for (int i = 0; i < FEW; ++i) load_if(chosen[i], pages[i], out.slab_pages + held[i].y / PAGE_TOKENS);
 #pragma unroll
-            for (int i = 0; i < READS; ++i) {
-                const u32 place = from + 32 * i;
-                if (place < k) out.positions[place] = positions[i];
-                if (place < k && out.rows != nullptr)
-                    out.rows[place] = pages[i] * PAGE_TOKENS + positions[i] % PAGE_TOKENS;
+            for (int i = 0; i < FEW; ++i) {
+                if (chosen[i]) out.positions[to[i]] = held[i].y;
+                if (chosen[i] && out.rows != nullptr) out.rows[to[i]] = pages[i] * PAGE_TOKENS + held[i].y % PAGE_TOKENS;
             }
-        }
+        });
     }
 
     // For prompt_merge.

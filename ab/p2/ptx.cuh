@@ -43,6 +43,11 @@ __device__ __forceinline__ void store_if(bool wanted, void* at, u32 first, u32 s
                  "l"(at), "r"(first), "r"(second)
                  : "memory");
 }
+__device__ __forceinline__ void store_if(bool wanted, void* at, u32 value) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.u32 [%1], %2; }" ::"r"(static_cast<u32>(wanted)), "l"(at),
+                 "r"(value)
+                 : "memory");
+}
 // Loads `v` from `at` where `wanted`, without a branch.
 __device__ __forceinline__ void load_if(bool wanted, i32& v, const i32* at) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u32 %0, [%1]; }"

@@ -50,7 +50,8 @@ struct ListOut {
 
 // Where a list lies.
 struct ListPlace {
-    ListEntry* entries;  // [LISTED], in global memory
+    u32* keys;  // [LISTED], in global memory; behind them as many positions
+    __device__ __forceinline__ u32* positions() const { return keys + LISTED; }
     u32* bins;       // [RANGE_BINS], in shared memory
 };
 
@@ -59,7 +60,7 @@ struct ListPlace {
 template <int READS>
 __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, u32 width, u32 shift, u32& wanted) {
     const u32 lane = threadIdx.x % 32, base = low;
-    const uint4* const pairs = reinterpret_cast<const uint4*>(at.entries) + lane;
+    const uint4* const fours = reinterpret_cast<const uint4*>(at.keys) + lane;
     for (u32 i = lane; i < RANGE_BINS; i += 32) at.bins[i] = 0;
     __syncwarp();
     const auto count_key = [&](u32 key, bool is_entry) {
@@ -67,14 +68,15 @@ __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, 
         if (is_entry && key >= base && (width == 32 || over >> width == 0)) count_shared(at.bins + (over >> shift));
     };
 #pragma unroll 1
-    for (u32 from = 0; from < count; from += 64 * READS) {
+    for (u32 from = 0; from < count; from += 128 * READS) {
         uint4 held[READS];
 #pragma unroll
-        for (int i = 0; i < READS; ++i) held[i] = pairs[from / 2 + 32 * i];
+        for (int i = 0; i < READS; ++i) held[i] = fours[from / 4 + 32 * i];
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
-            const u32 place = from + 64 * i + 2 * lane;
-            count_key(held[i].x, place < count), count_key(held[i].z, place + 1 < count);
+            const u32 place = from + 128 * i + 4 * lane;
+            count_key(held[i].x, place < count), count_key(held[i].y, place + 1 < count);
+            count_key(held[i].z, place + 2 < count), count_key(held[i].w, place + 3 < count);
         }
     }
     __syncwarp();
@@ -101,28 +103,39 @@ __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, 
     return inside;
 }
 
-// Keep keys from `least` on, in order, and of those equal to `low` the first `ties`. Returns how many. Entries move down,
-// never past what has been read.
-template <int READS>
-__device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 least, u32 low, u32 ties) {
+// Which entries of a list are the best: keys from `least` on, and of those equal to `low` the first `ties`.
+struct Cut {
+    u32 least, low, ties;
+};
+
+// Calls f(chosen, entries, places) for READS entries of this lane at a time, all in order: which are chosen by `cut`, and how
+// many are before each. Returns how many are chosen.
+template <int READS, class Each>
+__device__ __forceinline__ u32 each_chosen(const ListPlace& at, u32 count, Cut cut, Each f) {
     const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1;
     u32 kept = 0;
 #pragma unroll 1
     for (u32 from = 0; from < count; from += 32 * READS) {
         uint2 held[READS];
+        u32 to[READS];
+        bool chosen[READS];
 #pragma unroll
-        for (int i = 0; i < READS; ++i) held[i] = reinterpret_cast<const uint2*>(at.entries)[from + 32 * i + lane];
+        for (int i = 0; i < READS; ++i) {
+            const u32 place = from + 32 * i + lane;
+            held[i] = {at.keys[place], at.positions()[place]};
+        }
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
-            const bool is_entry = from + 32 * i + lane < count, equal = is_entry && held[i].x == low;
+            const bool is_entry = from + 32 * i + lane < count, equal = is_entry && held[i].x == cut.low;
             const u32 equals = __ballot_sync(0xFFFFFFFF, equal);
-            const bool chosen = is_entry && held[i].x >= least || equal && __popc(equals & below) < ties;
-            ties -= min(ties, static_cast<u32>(__popc(equals)));
-            const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen), to = kept + __popc(lanes & below);
-            if (chosen) reinterpret_cast<uint2*>(at.entries)[to] = held[i];
+            chosen[i] = is_entry && held[i].x >= cut.least || equal && __popc(equals & below) < cut.ties;
+            cut.ties -= min(cut.ties, static_cast<u32>(__popc(equals)));
+            const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen[i]);
+            to[i] = kept + __popc(lanes & below);
             kept += __popc(lanes);
         }
+        f(chosen, held, to);
         __syncwarp();
     }
     return kept;
@@ -130,7 +143,7 @@ __device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 least, u
 
 // A lane reads READS entries, or as many pairs, before it uses them.
 template <int READS> struct PromptList {
-    static_assert(LISTED % (64 * READS) == 0, "no lane reads beyond a list");
+    static_assert(LISTED % (128 * READS) == 0, "no lane reads beyond a list");
     ListPlace at;
     u32 k;
     u32 count = 0, bar = 0;             // keys below `bar` are not needed; the same in all lanes
@@ -150,7 +163,8 @@ template <int READS> struct PromptList {
         }
 #pragma unroll
         for (int i = 0; i < TAKEN; ++i) {
-            store_if(wanted[i], at.entries + count + __popc(lanes[i] & below), keys[i], first + 32 * i);
+            u32* const to = at.keys + count + __popc(lanes[i] & below);
+            store_if(wanted[i], to, keys[i]), store_if(wanted[i], to + LISTED, first + 32 * i);
             count += __popc(lanes[i]);
         }
     }
@@ -158,8 +172,8 @@ template <int READS> struct PromptList {
     // It may have no room for TAKEN scores of each lane, and must be shortened then.
     __device__ __forceinline__ bool crowded() const { return count > LISTED - 32 * TAKEN; }
 
-    // Down to k entries and at most SLACK more; if `exact`, to k. It holds as many.
-    __device__ __forceinline__ void shorten(bool exact) {
+    // Which entries are the best k, and at most SLACK more; if `exact`, k. It holds as many.
+    __device__ __forceinline__ Cut cut(bool exact) const {
         __syncwarp();
         u32 low = __reduce_min_sync(0xFFFFFFFF, least), wanted = k, ties = 0;
         u32 width = 32 - __clz(static_cast<int>((__reduce_max_sync(0xFFFFFFFF, most) - low) | 1));
@@ -174,30 +188,34 @@ template <int READS> struct PromptList {
             }
             width = shift;
         }
-        bar = low + (ties != 0);
-        count = keep<READS>(at, count, bar, low, ties);
+        return {low + (ties != 0), low, ties};
+    }
+
+    // Keep what is chosen. Entries move down, never past what has been read.
+    __device__ __forceinline__ void keep(const Cut& cut) {
+        bar = cut.least;
+        count = each_chosen<READS>(at, count, cut, [&](const bool(&chosen)[READS], const uint2(&held)[READS], const u32(&to)[READS]) {
+#pragma unroll
+            for (int i = 0; i < READS; ++i)
+                if (chosen[i]) at.keys[to[i]] = held[i].x, at.positions()[to[i]] = held[i].y;
+        });
         least = bar - (bar > 0);  // what is equal to the least that was kept may be below the bar
     }
 
-    // Write the positions of a list of k.
-    __device__ __forceinline__ void put(const ListOut& out) const {
-        __syncwarp();
-#pragma unroll 1
-        for (u32 from = threadIdx.x % 32; from < k; from += 32 * READS) {
-            i32 positions[READS], pages[READS] = {};
-#pragma unroll
-            for (int i = 0; i < READS; ++i) positions[i] = at.entries[min(from + 32 * i, k - 1)].position;
+    // Write the positions of what is chosen.
+    __device__ __forceinline__ void put(const Cut& cut, const ListOut& out) const {
+        constexpr int FEW = READS / 2;  // registers are scarce
+        each_chosen<FEW>(at, count, cut, [&](const bool(&chosen)[FEW], const uint2(&held)[FEW], const u32(&to)[FEW]) {
+            i32 pages[FEW] = {};
             if (out.rows != nullptr)
 #pragma unroll
-                for (int i = 0; i < READS; ++i) pages[i] = out.slab_pages[positions[i] / PAGE_TOKENS];
+                for (int i = 0; i < FEW; ++i) load_if(chosen[i], pages[i], out.slab_pages + held[i].y / PAGE_TOKENS);
 #pragma unroll
-            for (int i = 0; i < READS; ++i) {
-                const u32 place = from + 32 * i;
-                if (place < k) out.positions[place] = positions[i];
-                if (place < k && out.rows != nullptr)
-                    out.rows[place] = pages[i] * PAGE_TOKENS + positions[i] % PAGE_TOKENS;
+            for (int i = 0; i < FEW; ++i) {
+                if (chosen[i]) out.positions[to[i]] = held[i].y;
+                if (chosen[i] && out.rows != nullptr) out.rows[to[i]] = pages[i] * PAGE_TOKENS + held[i].y % PAGE_TOKENS;
             }
-        }
+        });
     }
 
     // For prompt_merge.
