@@ -3,7 +3,7 @@ import subprocess, csv, io, sys, re
 rep, tag, top = sys.argv[1:]
 raw = subprocess.run(["ncu", "--import", rep, "--page", "raw", "--csv"], capture_output=True, text=True).stdout
 rows = list(csv.reader(io.StringIO(raw)))
-want = re.compile(r"gpu__time_duration.sum|launch__registers|launch__waves|sm__cycles_elapsed.max|pipe_tensor.*cycles_active.*pct|inst_executed_pipe_(alu|fma|xu|lsu|uniform|tensor\S*).*pct|l1tex__data_pipe_lsu_wavefronts.*pct|l1tex__data_bank.*pct|smsp__issue_active.avg.pct|lts__t_sector_hit_rate.pct|dram__throughput.*pct|clock_rate|sm__cycles_active.avg$|issue_active")
+want = re.compile(r"gpu__time_duration.sum|launch__registers|launch__waves|sm__cycles_elapsed.max|pipe_tensor.*cycles_active.*pct|inst_executed_pipe_(alu|fma|xu|lsu|uniform|tensor\S*).*pct|l1tex__data_pipe_lsu_wavefronts.*pct|l1tex__data_bank.*pct|smsp__issue_active.avg.pct|lts__t_sector_hit_rate.pct|dram__throughput.*pct|sm__throughput.avg.pct|lts__throughput.*pct|l1tex__throughput.*pct|issue_active")
 if len(rows) > 2:
     d = dict(zip(rows[0], rows[2])); 
     print(tag, "; ".join(f"{k.replace('.avg.pct_of_peak_sustained_active','%').replace('.avg.pct_of_peak_sustained_elapsed','%e')}={v}" for k, v in d.items() if want.search(k))[:620])
