@@ -16,7 +16,8 @@ from worker.streams import Streams, make_streams
 
 pytestmark = pytest.mark.group
 
-#: Of each family, another with each commit. 160 orders for deepseek-v3.2 took eight minutes; none gave other tokens.
+#: Another with each commit, of both families in turn. 160 orders for deepseek-v3.2 took eight minutes; none gave other
+#: tokens.
 ORDERS = seeds_of(first_parent_commits(), 1)
 REQUESTS = 16
 
@@ -36,7 +37,7 @@ def streams_of(order: int, rank: int) -> Streams:
     return make_streams("simulated", seed=2 * order + rank)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [FAMILIES[(first_parent_commits() or 0) % len(FAMILIES)]])
 def test_no_order_that_fences_allow_changes_a_token_of_a_group(
     family: str, checkpoint_of: Callable[[str], Path]
 ) -> None:
