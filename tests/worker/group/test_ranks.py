@@ -33,9 +33,10 @@ KINDS = pairwise((10, 60, 64, 130, 300), ("", "resize", "keep", "drop"), HOT_SIZ
 KINDS += [(130, "resize", 64, 128), (300, "resize", 128, 64)]
 #: Requests of a group; in the other pairs of family and size, fewer.
 REQUESTS, FEWER = int(os.environ.get("GROUP_REQUESTS", str(len(KINDS)))), 12
-WHOLE = {("glm-5", 1), ("deepseek-v3.2", 2), ("deepseek-v3.2", 3), ("glm-5", 4)}
-#: Three ranks are also those between which requests move; weights in bfloat16 are also those of ranks that draft.
-EACH_RUN = WHOLE - {("deepseek-v3.2", 3)}
+WHOLE = {("glm-5", 1), ("deepseek-v3.2", 2), ("deepseek-v3.2", 3)}
+#: One rank alone is also a worker without a group; three ranks are also those between which requests move; weights in
+#: bfloat16 are also those of ranks that draft.
+EACH_RUN = {("deepseek-v3.2", 2), ("glm-5", 4)}
 #: Ranks of models in which one layer with experts follows another; fewer ranks have models of two layers.
 DEEP_FROM = 4
 TEXT = Path(worker.oracle.__file__).read_bytes()
