@@ -57,7 +57,7 @@ async def decode_all(client: Client, prompts: Sequence[Sequence[int]], prefix: s
 
 
 async def disturb(client: Client, seed: int, moves: dict[str, int], requests: int = REQUESTS) -> None:
-    """Operators' commands at random on one of the first `requests`, until cancelled. What comes too late is refused, and
+    """Give operators' commands at random on the first `requests`, until cancelled. One that comes too late is refused, and
     says so."""
     dice = random.Random(seed)
     while True:
