@@ -57,8 +57,8 @@ async def decode_all(client: Client, prompts: Sequence[Sequence[int]], prefix: s
 
 
 async def disturb(client: Client, seed: int, moves: dict[str, int], requests: int = REQUESTS) -> None:
-    """Give operators' commands at random on the first `requests`, until cancelled. One that comes too late is refused, and
-    says so."""
+    """Give operators' commands at random on the first `requests`, until cancelled. Late ones are refused,
+    and say so."""
     dice = random.Random(seed)
     while True:
         await trio.sleep(dice.uniform(0.0, 0.05))
