@@ -239,7 +239,7 @@ def hash_workers(seed: int, percent: int) -> tuple[Workers, list[DraftRig]]:
 
 
 def test_tokens_rows_and_drafts_are_right_wherever_requests_are() -> None:
-    """Drafts are right in no place, in most and in all. Where all are, lives are short: all three together have all moves."""
+    """Drafts are right in no place, in most and in all. Where all are, lives are short: all three have all moves."""
     moves, further = Counter[str](), 0
     for percent in (0, 60, 100):
         workers, rigs = hash_workers(OWN_SEED, percent)
