@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import worker.oracle
 from protocol.settings import WorkerSettings
 from tests.support.group_rig import Ask, Drawn, GroupRig
+from tests.support.history import in_turn
 from tests.support.oracle_rig import run_oracle
 from tests.support.pairwise import pairwise
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
@@ -189,7 +190,7 @@ def test_ranks_that_draft_give_the_tokens_of_generate(checkpoints: Callable[...,
     assert sum(rank.accepted for rank in drawn) > 10
 
 
-@pytest.mark.parametrize(("family", "size"), [("deepseek-v3.2", 3), ("glm-5", 4)])
+@pytest.mark.parametrize(("family", "size"), [in_turn([("deepseek-v3.2", 3), ("glm-5", 4)])])
 def test_bits_are_kept_while_requests_move_between_ranks(
     family: str, size: int, checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.history import first_parent_commits, seeds_of
+from tests.support.history import first_parent_commits, in_turn, seeds_of
 from tests.support.thread_ranks import run_ranks
 from tests.worker.group.test_ranks import SETTINGS, asks_of, spread
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
@@ -37,7 +37,7 @@ def streams_of(order: int, rank: int) -> Streams:
     return make_streams("simulated", seed=2 * order + rank)
 
 
-@pytest.mark.parametrize("family", [FAMILIES[(first_parent_commits() or 0) % len(FAMILIES)]])
+@pytest.mark.parametrize("family", [in_turn(FAMILIES)])
 def test_no_order_that_fences_allow_changes_a_token_of_a_group(
     family: str, checkpoint_of: Callable[[str], Path]
 ) -> None:
