@@ -320,6 +320,7 @@ def test_errors_arrive_as_openais(
     assert caught.value.param
 
 
+@pytest.mark.deep
 def test_batch_of_one_key_does_not_starve_another(lone_site: Site) -> None:
     """Long outputs on every seat, at the highest priority that the key may ask for, and as many more that wait. Each
     request of the other key is admitted when one of the batch at most has begun since it came."""

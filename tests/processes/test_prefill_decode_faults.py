@@ -85,6 +85,7 @@ async def test_refusing_decode_node_is_asked_again(
         await assert_nothing_leaked(client)
 
 
+@pytest.mark.deep
 async def test_timed_out_transfer_begins_anew(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
@@ -142,6 +143,7 @@ async def test_repeated_messages_take_effect_once(
         await assert_nothing_leaked(client)
 
 
+@pytest.mark.deep
 async def test_corrupted_pages_are_resent_then_given_up(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:

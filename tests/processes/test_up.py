@@ -145,7 +145,7 @@ def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         assert second.returncode == 4
         assert "already running there" in second.stderr
         assert json.loads((tmp_path / "ready.json").read_text()) == up.ready, "the ready file is that of the first"
-        command = [*HISPARSE, "submit", "to be finished", "--max-tokens", "300", "--ignore-eos", "-o", "jsonl"]
+        command = [*HISPARSE, "submit", "to be finished", "--max-tokens", "120", "--ignore-eos", "-o", "jsonl"]
         follower = subprocess.Popen(
             [*command, "--runtime-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -153,7 +153,7 @@ def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         follower.stdout.readline()
         up.process.send_signal(signal.SIGINT)
         last = follower.communicate(timeout=LIMIT_S)[0].splitlines()[-1]
-        assert json.loads(last)["generated_tokens"] == 300  # drained, not dropped
+        assert json.loads(last)["generated_tokens"] == 120  # drained, not dropped
         assert up.process.wait(LIMIT_S) == 0
         assert up.left_behind() == []
 
