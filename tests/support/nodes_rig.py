@@ -39,7 +39,7 @@ COORDINATOR: Final = "coordinator"
 REQUESTS: Final = 16
 #: Of the coordinator in its namespace, where no other process listens.
 WORKER_PORT: Final = 7_000
-GET: Final = "import sys, urllib.request as r; sys.stdout.buffer.write(r.urlopen(sys.argv[1], timeout=10).read())"
+GET: Final = "import sys, urllib.request as r; sys.stdout.buffer.write(r.urlopen(sys.argv[1], timeout=100).read())"
 
 
 @dataclass(frozen=True)
