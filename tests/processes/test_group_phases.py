@@ -101,7 +101,7 @@ async def lose(cluster: Cluster, client: Client, phase: str, number: int, order:
     """Bring the group to `phase`, and let its rank get the signal there."""
     name, point = LOST[phase], "decode" if phase == "coordinator" else phase
     if phase != "prompt":
-        await until_decoding(client, phase, 6)
+        await until_decoding(client, phase, 10)
         order.write(name, point, number)
     if phase == "start":  # another rank ends first: this one is lost while the group starts again
         cluster.workers["w0"].signal(signal.SIGKILL)

@@ -64,7 +64,7 @@ async def test_requests_of_a_dead_group_continue_on_another_at_once(model: Path,
         crashed: dict[int, list[int]] = {}
 
         async def disturb() -> None:
-            await until_decoding(client, "crashed", 6)
+            await until_decoding(client, "crashed", 10)
             cluster.workers["w3"].signal(signal.SIGKILL)
             cluster.coordinator.signal(signal.SIGKILL)
 
@@ -99,7 +99,7 @@ async def test_requests_move_between_ranks_and_groups_and_share_pages(model: Pat
         quiet = await decode_all(client, "quiet")
 
         async def drain(prefix: str) -> None:
-            await until_decoding(client, prefix, 6)
+            await until_decoding(client, prefix, 8)
             for name, ranks in (("w0", {"w0"}), ("g1", {"w2", "w3"})):
                 await client.drain((name,), handover=True, deadline_s=60.0)
                 await until_drained(client, ranks)

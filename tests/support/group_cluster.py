@@ -16,7 +16,7 @@ from protocol.units import PAGE_TOKENS
 from tests.support.cluster_rig import crash_config, prompts_of
 
 REQUESTS = 6
-NEW_TOKENS = 20
+NEW_TOKENS = 32
 #: Time for a group to be restarted, and to answer, on busy cores.
 BACK_LIMIT_S = 240.0
 
