@@ -16,8 +16,8 @@ tiny model, to see that it runs):
 
     ttft_ms       from its admission to its first token: medians, and all
     ratio         of these medians
-    same_tokens   prompts whose OUTPUT_TOKENS are equal: split, whose rows have the bits of other shapes of products; and
-                  not split again
+    same_tokens   prompts whose OUTPUT_TOKENS are equal: split, whose rows have the bits of other shapes of products;
+                  and not split again
     first_change  of a log-probability of the first token, the largest: likewise
 """
 
