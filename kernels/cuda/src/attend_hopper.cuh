@@ -33,6 +33,7 @@ struct Shared {
     u64 sent[GROUPS], taken[GROUPS];  // the other block's scores are here; the other block has read ours
     u64 met;                          // all consumers are here
 };
+static_assert(sizeof(Shared) <= SHARED_BYTES, "as the launcher asks for");
 
 // What the parts of a result tell one another in the end.
 struct Account {
