@@ -175,6 +175,7 @@ def sizing_of(
     return Sizing(
         capacity=capacity,
         slab_pages=slab_pages,
+        slab_page_bytes=geometry.slab_page_bytes,
         context_max_tokens=context_pages * PAGE_TOKENS,
         max_pages=context_pages,
         max_chunks=max(chunks, managed_chunks(hot_slots)),

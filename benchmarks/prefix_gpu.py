@@ -43,6 +43,7 @@ from protocol.messages import LOGPROBS_MAX, NO_LOGPROBS, Admit, Sampling, Withdr
 from protocol.settings import WorkerSettings
 from protocol.text import make_tokenizer
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
+from worker.group.group import Group
 from worker.loop.executor import Executor
 from worker.loop.swap import piece_tokens
 from worker.runners.synthetic import synthetic_config, synthetic_runner
@@ -127,7 +128,8 @@ class Outputs(Stays):
 
 
 class PromptWorker:
-    """A worker's executor that answers prompts of `tokens` tokens, one after the other, each in `pages` host pages.
+    """A worker's executor that answers prompts of `tokens` tokens, one after the other, each in `pages` host pages. It
+    may be that of a rank of a `group`.
 
     A whole prefill writes the first `pages` of `pool`. A restored prefix is read from there, and what follows it is
     written to the next ones.
@@ -143,6 +145,7 @@ class PromptWorker:
         layer_group: str = "1",
         hot_slots: int = HOT_SLOTS,
         device: str = "cuda",
+        group: Group | None = None,
     ) -> None:
         self.runner, self.tokens, self.pages = runner, tokens, pages_for(tokens + OUTPUT_TOKENS + LOOKAHEAD)
         self._hot_slots = hot_slots
@@ -156,10 +159,16 @@ class PromptWorker:
             host_pages=len(pool),
         )
         settings = WorkerSettings(
-            device=device, seats=1, tail_slots=TAIL_SLOTS, pass_tokens=pass_tokens, layer_group=layer_group
+            device=device,
+            seats=1,
+            tail_slots=TAIL_SLOTS,
+            pass_tokens=pass_tokens,
+            layer_group=layer_group,
+            group_size=1 if group is None else group.size,
         )
         self._reports, self._streams = Outputs(), make_streams("cuda" if device == "cuda" else "inline")
-        self.executor = Executor(runner, settings, sizing, self._streams, pool, make_tokenizer("bytes"), self._reports)
+        parts = self._streams, pool, make_tokenizer("bytes"), self._reports
+        self.executor = Executor(runner, settings, sizing, *parts, group=group)
         self._placements = count(1)
 
     def close(self) -> None:

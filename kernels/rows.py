@@ -69,12 +69,12 @@ def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows:
     backend(state, __name__).write_slab_rows(state, layer, seat, start, rows, plane)
 
 
-def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0) -> Tensor:
-    """Prompt rows of positions 0..stop-1 from the slab: uint8[stop, planes[plane]]. Its rows are those of `layer` until
-    layer + 2 is written."""
+def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0, *, start: int = 0) -> Tensor:
+    """Prompt rows of positions start..stop-1 from the slab: uint8[stop - start, planes[plane]]. Its rows are those of
+    `layer` until layer + 2 is written."""
     _check_plane(state, layer, plane)
-    _check_span(state, "slab_table", seat, 0, stop)
-    rows: Tensor = backend(state, __name__).read_slab_rows(state, layer, seat, stop, plane)
+    _check_span(state, "slab_table", seat, start, stop)
+    rows: Tensor = backend(state, __name__).read_slab_rows(state, layer, seat, stop, plane, start=start)
     return rows
 
 
@@ -86,11 +86,11 @@ def write_prompt_index_keys(state: DeviceState, group: int, seat: int, start: in
     backend(state, __name__).write_prompt_index_keys(state, group, seat, start, keys)
 
 
-def read_index_keys(state: DeviceState, group: int, seat: int, stop: int) -> Tensor:
-    """Index keys of positions 0..stop-1: uint8[stop, index_row_bytes]."""
+def read_index_keys(state: DeviceState, group: int, seat: int, stop: int, *, start: int = 0) -> Tensor:
+    """Index keys of positions start..stop-1: uint8[stop - start, index_row_bytes]."""
     check_number("group", group, state.geometry.groups)
-    _check_span(state, "index_table", seat, 0, stop)
-    rows: Tensor = backend(state, __name__).read_index_keys(state, group, seat, stop)
+    _check_span(state, "index_table", seat, start, stop)
+    rows: Tensor = backend(state, __name__).read_index_keys(state, group, seat, stop, start=start)
     return rows
 
 

@@ -107,13 +107,12 @@ class DeviceState:
 
     def __post_init__(self) -> None:
         g = self.geometry
-        key_word = _word(g.index_row_bytes)
         pages, keys_begin = self.host.shape[0], g.index_offset(0)
         host_rows = self.host[:, :keys_begin].view(pages, g.layers, PAGE_TOKENS * g.row_bytes)
         self._place(self.rows)
-        self.key_words = self.index_keys.view(key_word)
-        self.key_pages = self.index_keys.unflatten(1, (self.index_keys.shape[1] // PAGE_TOKENS, PAGE_TOKENS))
+        self._place_keys()
         self.host_row_words = tuple(plane.view(_word(plane.shape[-1])) for plane in _planes(host_rows, g.planes))
+        key_word = _word(g.index_row_bytes)
         self.host_key_words = self.host[:, keys_begin:].view(key_word).view(pages, g.groups, PAGE_TOKENS, -1)
         device = self.rows.device
         self.layer_ids = torch.arange(g.layers, device=device).unsqueeze(1)
@@ -189,6 +188,20 @@ class DeviceState:
         with torch.inference_mode(False):  # the first caller may be inside, later ones outside
             return tuple(self._of_slab(half.expand(self.geometry.layers, -1, -1)) for half in self.slab_rows)
 
+    def guest(self, seats: int) -> DeviceState:
+        """Allocate a view of this state for prompts whose owner is another rank: rows lie in this slab, index keys
+        uint8[1, P*64, index_row_bytes] of one group in memory of the view's own, as group 0. Tables int32[seats, P] are
+        its own, one for both. For kernels that read and write prompts, and for no others."""
+        self.slab(0)  # so that the view has the same halves
+        view, pages, device = copy(self), self.slab_rows.shape[1] // PAGE_TOKENS, self.rows.device
+        view.index_keys = torch.zeros(
+            1, pages * PAGE_TOKENS, self.index_keys.shape[2], dtype=torch.uint8, device=device
+        )
+        view.index_table = view.slab_table = torch.full((seats, pages), -1, dtype=torch.int32, device=device)
+        view.hot_slots = torch.full((seats,), -1, dtype=torch.int32, device=device)
+        view._place_keys()
+        return view
+
     def _of_slab(self, rows: Tensor) -> DeviceState:
         view = copy(self)
         view._place(rows)
@@ -198,6 +211,11 @@ class DeviceState:
         """Set `rows`, and what is derived from them."""
         self.rows, self.planes = rows, _planes(rows.flatten(1), self.geometry.planes)
         self.row_words = tuple(plane.view(_word(plane.shape[-1])) for plane in self.planes)
+
+    def _place_keys(self) -> None:
+        """Set what is derived from `index_keys`."""
+        self.key_words = self.index_keys.view(_word(self.geometry.index_row_bytes))
+        self.key_pages = self.index_keys.unflatten(1, (self.index_keys.shape[1] // PAGE_TOKENS, PAGE_TOKENS))
 
 
 @dataclass(eq=False)

@@ -149,6 +149,13 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
         lambda it: it.prompt_units,
     ),
     counter(
+        "hisparse_worker_prompt_split_units_total",
+        "units",
+        "Units of passes that the ranks of a group split, on the rank that has the prompts and on those that help.",
+        "Do ranks without prompts help the others?",
+        lambda counters: counters.split_units,
+    ),
+    counter(
         "hisparse_worker_prompt_seconds_total",
         "seconds",
         "Time of units of prompts on the device.",

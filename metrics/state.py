@@ -183,6 +183,7 @@ class WorkerCounters:
     prompt_tokens: int = 0  # of whole prompts
     prompt_pass_tokens: int = 0  # of passes that ended
     prompt_units: int = 0  # one layer over a block of a pass each
+    split_units: int = 0  # of them, those that all ranks of the group share
     prompt_s: float = 0.0  # of units, on the device
     prompts_since: tuple[float, ...] = ()
     gap_s: Buckets = field(default_factory=lambda: Buckets(GAP_BOUNDS_S))  # between two steps with units between them

@@ -263,6 +263,7 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
     yield _between("worker.context_max_tokens", worker.context_max_tokens, 0, CONTEXT_MAX_TOKENS)
     yield _between("worker.context_target_tokens", worker.context_target_tokens, 0, CONTEXT_MAX_TOKENS)
     yield _between("worker.pass_tokens", worker.pass_tokens, PAGE_TOKENS, PASS_TOKENS_MAX)
+    yield _between("worker.split_tokens", worker.split_tokens, 0, PASS_TOKENS_MAX)
     yield from _gap_target(worker)
     yield _at_least("worker.layer_group", parse_size(worker.layer_group, "worker.layer_group"), 0)
     yield _at_least("worker.hot_chunks_max", worker.hot_chunks_max, 0)

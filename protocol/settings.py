@@ -112,6 +112,7 @@ class WorkerSettings(Settings, frozen=True):
     context_max_tokens: int = 0  # longest context; 0: the model's
     context_target_tokens: int = 0  # context length that index pages and hot chunks are balanced for; 0: half each
     pass_tokens: int = 8_192  # prompt tokens, of one or several prompts, that go through the layers together
+    split_tokens: int = 1_024  # ranks without prompts take a share of a pass with so many tokens; 0: of none
     gap_target_ms: GapTarget = (
         AUTO  # milliseconds between two tokens of a request beside prompts; auto: 2.2 plain steps; 0: unbounded
     )

@@ -127,6 +127,8 @@ def size(
     """
     from dataclasses import asdict
 
+    from msgspec.structs import replace
+
     from hisparse.console.output import emit_one
     from protocol.settings import WorkerSettings
     from protocol.units import PAGE_TOKENS
@@ -163,7 +165,7 @@ def size(
         info = anonymous_info(dimensions, dimensions.model_type)
         _require_context(context, info.context_max_tokens)
         geometry = geometry_of(dimensions, kind, draft_layer=settings.draft_tokens_max > 0)
-        found = plan(settings, geometry, info, context, workers)
+        found = plan(replace(settings, group_size=group_size), geometry, info, context, workers)
     traced = _read_trace(trace, geometry, found) if trace is not None else None
     if output == "table":
         _print(found, dimensions.model_type, kind, held, group_size, traced)

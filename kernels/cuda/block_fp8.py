@@ -17,7 +17,15 @@ from torch import Tensor
 
 from kernels.block_weight import BLOCK, BlockFp8
 from kernels.cuda import block_linear
-from kernels.cuda.block_plans import CROSSOVER_TOKENS, UNBOUNDED, ExpertPlans, crossover_of, expert_plans_of, plan_of
+from kernels.cuda.block_plans import (
+    CROSSOVER_TOKENS,
+    UNBOUNDED,
+    ExpertPlans,
+    crossover_of,
+    expert_plans_of,
+    expert_tiles,
+    plan_of,
+)
 from kernels.cuda.triton_units import launch_options, power_of_two, triton_unit
 from protocol.errors import BadInput
 
@@ -191,8 +199,11 @@ def experts(
         _, middle, width = gate.values.shape
         tiles = expert_plans_of(middle, width, expected)
     tiles = tiles or _bucket(EXPERT_TILES, expected)
-    for start in range(0, tokens, PIECE_TOKENS):
-        piece = slice(start, start + PIECE_TOKENS)
+    size = PIECE_TOKENS
+    if isinstance(tiles, ExpertPlans):
+        size = max(1, min(size, tiles.assignments_max(len(gate.values)) // choices))
+    for start in range(0, tokens, size):
+        piece = slice(start, start + size)
         _experts(hidden[piece], chosen[piece], weights[piece], gate, up, down, first_expert, out[piece], tiles)
     return out
 
@@ -214,8 +225,7 @@ def _experts(
     _check_size("gate", middle * width)
     _check_size("hidden", max(assignments * max(middle, width), len(hidden) * hidden.stride(0)))
     block_t = tiles[0].tokens
-    busy = min(assignments, held)
-    tiles_max = busy + (assignments - busy) // block_t
+    tiles_max = expert_tiles(assignments, held, block_t)
     tile_expert = torch.empty(tiles_max, dtype=torch.int32, device=device)
     slots = torch.empty(tiles_max, block_t, dtype=torch.int32, device=device)
     unit.route[(held + 1,)](

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_weight import BlockFp8
-from kernels.cuda.block_plans import BLOCK, COPY_BYTES, DENSE, GATED, GROUPED, LinearPlan, work_of
+from kernels.cuda.block_plans import BLOCK, COPY_BYTES, DENSE, GATED, GROUPED, TILE_EXPERT_BYTES, LinearPlan, work_of
 from kernels.cuda.jit import Kernel, capture_id, load
 from kernels.cuda.structures import BlockLinear, TensorMap
 from protocol.errors import InternalError
@@ -113,7 +113,7 @@ def grouped(
         parameters,
         stream,
         cluster=plan.cluster,
-        shared_bytes=plan.shared_bytes + 4 * tiles,
+        shared_bytes=plan.shared_bytes + TILE_EXPERT_BYTES * tiles,
         early=True,
     )
 

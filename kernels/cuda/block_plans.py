@@ -21,6 +21,10 @@ BARRIER_BYTES: Final = 256
 ALIGN_BYTES: Final = 1024
 #: Copies of the tensor engine: bytes of a row of codes come in whole parts, and so does the address of a tensor.
 COPY_BYTES: Final = 16
+#: Shared memory that a block of threads gets at most.
+SHARED_BYTES_MAX: Final = 227 << 10
+#: Of the number of a tile's expert, which a launch by experts lists in shared memory.
+TILE_EXPERT_BYTES: Final = 4
 
 
 #: Forms of the kernel: a weight's product; products of experts, by tiles of tokens; silu(gate) * up of experts.
@@ -61,6 +65,17 @@ class ExpertPlans(NamedTuple):
 
     gated: LinearPlan
     grouped: LinearPlan
+
+    def assignments_max(self, held: int) -> int:
+        """Return the assignments to `held` experts whose tiles one launch can list in shared memory."""
+        tiles = min((SHARED_BYTES_MAX - plan.shared_bytes) // TILE_EXPERT_BYTES for plan in self)
+        return tiles if tiles <= held else held + (tiles - held) * self.gated.tokens
+
+
+def expert_tiles(assignments: int, held: int, tokens: int) -> int:
+    """Return the tiles of `tokens` tokens that `assignments` to `held` experts take at most."""
+    busy = min(assignments, held)
+    return busy + (assignments - busy) // tokens
 
 
 class LinearChoice(NamedTuple):

@@ -40,11 +40,11 @@ def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows:
     _launch(state, "store_rows", section, rows, table=state.slab_table[seat], start=start, plane=plane)
 
 
-def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0) -> Tensor:
+def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0, *, start: int = 0) -> Tensor:
     """As kernels.rows.read_slab_rows."""
-    rows = _new(state, stop, state.geometry.planes[plane])
+    rows = _new(state, stop - start, state.geometry.planes[plane])
     section = state.slab(layer).planes[plane][layer]
-    _launch(state, "fetch_rows", section, rows, table=state.slab_table[seat], plane=plane)
+    _launch(state, "fetch_rows", section, rows, table=state.slab_table[seat], start=start, plane=plane)
     return rows
 
 
@@ -53,10 +53,10 @@ def write_prompt_index_keys(state: DeviceState, group: int, seat: int, start: in
     _launch(state, "store_keys", state.index_keys[group], keys, table=state.index_table[seat], start=start)
 
 
-def read_index_keys(state: DeviceState, group: int, seat: int, stop: int) -> Tensor:
+def read_index_keys(state: DeviceState, group: int, seat: int, stop: int, *, start: int = 0) -> Tensor:
     """As kernels.rows.read_index_keys."""
-    keys = _new(state, stop, state.geometry.index_row_bytes)
-    _launch(state, "fetch_keys", state.index_keys[group], keys, table=state.index_table[seat])
+    keys = _new(state, stop - start, state.geometry.index_row_bytes)
+    _launch(state, "fetch_keys", state.index_keys[group], keys, table=state.index_table[seat], start=start)
     return keys
 
 

@@ -30,9 +30,9 @@ def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows:
     _scatter(state.slab(layer).row_words[plane][layer], places, rows)
 
 
-def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0) -> Tensor:
+def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0, *, start: int = 0) -> Tensor:
     """See kernels.rows."""
-    return _gather(state.slab(layer).row_words[plane][layer], _places(state, state.slab_table[seat], 0, stop))
+    return _gather(state.slab(layer).row_words[plane][layer], _places(state, state.slab_table[seat], start, stop))
 
 
 def write_prompt_index_keys(state: DeviceState, group: int, seat: int, start: int, keys: Tensor) -> None:
@@ -40,9 +40,9 @@ def write_prompt_index_keys(state: DeviceState, group: int, seat: int, start: in
     _scatter(state.key_words[group], _places(state, state.index_table[seat], start, start + len(keys)), keys)
 
 
-def read_index_keys(state: DeviceState, group: int, seat: int, stop: int) -> Tensor:
+def read_index_keys(state: DeviceState, group: int, seat: int, stop: int, *, start: int = 0) -> Tensor:
     """See kernels.rows."""
-    return _gather(state.key_words[group], _places(state, state.index_table[seat], 0, stop))
+    return _gather(state.key_words[group], _places(state, state.index_table[seat], start, stop))
 
 
 def _scatter(words: Tensor, places: Tensor, data: Tensor) -> None:

@@ -107,6 +107,19 @@ def test_experts_are_those_of_torch(experts: int, middle: int, width: int, wide:
             assert torch.equal(out, got), "rows that lie apart, and a place for the result"
 
 
+def test_all_experts_of_a_model_take_a_whole_block_of_prompts() -> None:
+    """256 experts of a size that Hopper's kernel forms, on one card: their tiles go in two pieces."""
+    one = [on_gpu(draw(1, *shape, seed=seed)) for seed, shape in enumerate(((2048, 2048), (2048, 2048), (2048, 2048)))]
+    weights = [BlockFp8(each.values.repeat(256, 1, 1), each.scales.repeat(256, 1, 1)) for each in one]
+    hidden, shares = activations(PIECE_TOKENS, 2048), torch.rand(PIECE_TOKENS, 8, device="cuda")
+    chosen = torch.rand(PIECE_TOKENS, 256, device="cuda").argsort(1)[:, :8].int().contiguous()
+    got = block_experts(hidden, chosen, shares, *weights)
+    gate, up, down = (decode_blocks(each, torch.bfloat16).float()[0] for each in one)
+    rows = hidden.float()
+    share = shares.sum(1, keepdim=True)
+    assert off(got, share * ((torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T)) < 1.5e-2
+
+
 def test_one_choice_of_one_sparse_row_is_exact() -> None:
     gate, up, down = on_gpu(draw(3, 128, 256)), on_gpu(draw(3, 128, 256, seed=1)), on_gpu(draw(3, 256, 128, seed=2))
     hidden = torch.nn.functional.one_hot(torch.arange(40, device="cuda"), 256).bfloat16()

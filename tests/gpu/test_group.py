@@ -5,16 +5,20 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from protocol.errors import ConfigError
+from protocol.errors import EXIT_PEER_LOST, ConfigError
 from protocol.messages import NO_LOGPROBS
 from protocol.settings import WorkerSettings
-from tests.support.group_rig import Ask, Drawn, GroupRig, Requests, settings_of
+from tests.support.group_rig import LIMIT_S, Ask, Drawn, GroupRig, Requests, settings_of
+from tests.support.thread_ranks import run_ranks_on_gpu
 from tests.support.worker_rig import Rig
+from tests.worker.group import test_splitting as splitting
 from tests.worker.group.test_ranks import SETTINGS as RANKS
 from tests.worker.group.test_ranks import TEXT, asks_of, spread, wrong
 from tests.worker.loop.test_drafting import write_predictable
@@ -27,6 +31,8 @@ from worker.streams import make_streams
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes no second rank on one")
+#: Largest change of a step's logits, of order 5, that split passes may make in the median where rows are in FP8.
+LOGITS_CHANGE = {"float32": 0.02, "bfloat16": 0.2}
 DRAFTS = {"draft_tokens": 2, "tail_slots": 6}
 
 
@@ -134,6 +140,78 @@ def test_two_ranks_over_nccl_that_draft_draw_the_tokens_of_generate(
     assert sum(rank.accepted for rank in drawn) > 5
 
 
+@pytest.mark.timeout(150)
+def test_two_ranks_on_one_gpu_split_the_prompts_of_one(checkpoint: Path) -> None:
+    """As threads, each with streams of its own; tokens are those of generate(), and of ranks that split nothing."""
+    asks, seen = [[], asks_of(10, seed=9)], []
+    for split_tokens in (RANKS.split_tokens, 0):
+        ran = run_ranks_on_gpu(checkpoint, asks, msgspec.structs.replace(RANKS, split_tokens=split_tokens))
+        tokens = {str(number): ids for number, ids in ran.tokens.items()}
+        seen.append([Drawn(tokens, {}, 0, 0, 0)])
+        assert [rig.executor.counters.split_units > 20 for rig in ran.rigs] == [bool(split_tokens)] * 2
+        assert [bool(rig.executor.counters.staged_bytes) for rig in ran.rigs] == [False, True]
+        assert not wrong(checkpoint, [asks[1]], seen[-1])
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_on_one_gpu_split_prompts_of_rows_in_fp8(dtype: str, checkpoint: Path) -> None:
+    """Logits differ by what sums of other shapes, rounded to `dtype` and to e4m3, differ by."""
+    settings = msgspec.structs.replace(RANKS, dtype=dtype, kv_dtype="fp8")
+    split, plain = (
+        run_ranks_on_gpu(checkpoint, [[], splitting.asks()], msgspec.structs.replace(settings, split_tokens=tokens))
+        for tokens in (RANKS.split_tokens, 0)
+    )
+    assert split.rigs[0].executor.counters.split_units > 20
+    alike = {number: same_until(ids, plain.tokens[number]) for number, ids in split.tokens.items()}
+    places = {
+        (number, position)
+        for number, position in split.logits.keys() & plain.logits.keys()
+        if position <= len(splitting.asks()[number].prompt) + alike[number]
+    }
+    assert len(places) > 10
+    changed = [float((split.logits[place] - plain.logits[place]).abs().max()) for place in places]
+    assert median(changed) < LOGITS_CHANGE[dtype]
+
+
+@pytest.mark.timeout(150)
+def test_prompt_behind_a_shared_prefix_is_split_on_one_gpu(checkpoint: Path) -> None:
+    splitting.split_behind_a_prefix(checkpoint, run_ranks_on_gpu)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("leave_all", [False, True], ids=["one of them", "all"])
+def test_request_leaves_amid_a_split_pass_on_one_gpu(leave_all: bool, checkpoint: Path) -> None:
+    splitting.leave_amid_a_split_pass(checkpoint, leave_all, run_ranks_on_gpu)
+
+
+def same_until(ours: list[int], theirs: list[int]) -> int:
+    """How many tokens at the front are the same."""
+    return next((at for at, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other), len(ours))
+
+
+@TWO_GPUS
+@pytest.mark.timeout(150)
+def test_rank_over_nccl_that_is_killed_amid_a_split_pass_ends_its_group(checkpoint: Path, directory: Path) -> None:
+    settings = msgspec.structs.replace(RANKS, device="cuda", stream_backend="cuda")
+    rig = rig_on_two_gpus(checkpoint, directory, [[], splitting.asks()], settings, dies_in_split=0)
+    try:
+        assert rig.ranks[1].wait(LIMIT_S) == EXIT_PEER_LOST
+    finally:
+        rig.close()
+
+
+@TWO_GPUS
+@pytest.mark.timeout(150)
+def test_two_ranks_over_nccl_split_the_prompts_of_one(checkpoint: Path, directory: Path) -> None:
+    """Each rank has sums of other shapes than the whole pass; retractions, with pages kept and dropped."""
+    settings = msgspec.structs.replace(RANKS, device="cuda", stream_backend="cuda")
+    asks = [[], asks_of(10, seed=9)]
+    drawn = drawn_by(checkpoint, directory, asks, settings)
+    assert not wrong(checkpoint, asks, drawn)
+    assert drawn[1].split_units > 20
+
+
 def drawn_alone(checkpoint: Path, directory: Path, asks: list[Ask], settings: WorkerSettings) -> Drawn:
     """What a worker without a group drew, in this process."""
     settings = msgspec.structs.replace(settings, model=str(checkpoint))
@@ -152,8 +230,7 @@ def drawn_alone(checkpoint: Path, directory: Path, asks: list[Ask], settings: Wo
 
 def drawn_by(checkpoint: Path, directory: Path, asks: list[list[Ask]], settings: WorkerSettings) -> list[Drawn]:
     """What two ranks drew, a GPU each. Where they do not answer in time, each says on stderr where its threads are."""
-    environs = [{"CUDA_VISIBLE_DEVICES": str(rank), "PYTHONFAULTHANDLER": "1"} for rank in range(2)]
-    rig = GroupRig(checkpoint, directory, asks, settings, environs=environs)
+    rig = rig_on_two_gpus(checkpoint, directory, asks, settings)
     try:
         return rig.drawn()
     except BaseException:
@@ -164,6 +241,13 @@ def drawn_by(checkpoint: Path, directory: Path, asks: list[list[Ask]], settings:
         raise
     finally:
         rig.close()
+
+
+def rig_on_two_gpus(
+    checkpoint: Path, directory: Path, asks: list[list[Ask]], settings: WorkerSettings, **kinds: Any
+) -> GroupRig:
+    environs = [{"CUDA_VISIBLE_DEVICES": str(rank), "PYTHONFAULTHANDLER": "1"} for rank in range(2)]
+    return GroupRig(checkpoint, directory, asks, settings, environs=environs, **kinds)
 
 
 def decode(

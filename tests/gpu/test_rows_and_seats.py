@@ -104,7 +104,9 @@ def test_rows_of_a_prompt(row_bytes: int, split: int, index_row_bytes: int) -> N
     on_both(twin, lambda s: write_prompt_index_keys(s, 1, 0, 30, keys[s.rows.is_cuda]))
     on_both(twin, lambda s: read_index_keys(s, 1, 0, 250))
     on_both(twin, lambda s: read_index_keys(s, 1, 0, 0))
-    assert int(twin.cpu.tripwires[1]) == 50 + 64 + 64 + 64
+    on_both(twin, lambda s: read_index_keys(s, 1, 0, 250, start=77))
+    on_both(twin, lambda s: read_slab_rows(s, 1, 0, 63, last, start=1))
+    assert int(twin.cpu.tripwires[1]) == 50 + 64 + 64 + 64 + 51
 
 
 def test_seats_are_set_up_resized_and_cleared() -> None:

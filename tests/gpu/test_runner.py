@@ -21,8 +21,10 @@ from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.support.oracle_rig import run_oracle  # noqa: E402
 from tests.support.prompts import launch_prompt  # noqa: E402
 from tests.support.runner_rig import Rig  # noqa: E402
+from worker.device.passes import PassUnit  # noqa: E402
+from worker.group.exchange import Alike  # noqa: E402
 from worker.runners import transformers_dsa  # noqa: E402
-from worker.runners.base import StepOutputs  # noqa: E402
+from worker.runners.base import PromptPart, StepOutputs  # noqa: E402
 from worker.runners.sampling import sample  # noqa: E402
 from worker.runners.synthetic import synthetic_config, synthetic_runner  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
@@ -170,6 +172,29 @@ def test_no_launch_waits_for_the_device(place: Path, family: str, dtype: str, kv
         launch_prompt(runner, rig.streams, rig.state, rig.sampler, 0, tokens, 0, one)
         runner.launch_forward(rig.streams, rig.state, rig.sampler, step.batch)
         runner.launch_sample(rig.streams, rig.sampler, step.batch, step.outputs, None)
+
+
+@pytest.mark.parametrize("owner", [0, 1], ids=["owner", "guest"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_launch_of_a_split_unit_waits_for_the_device(place: Path, family: str, owner: int) -> None:
+    """Of rank 0, behind earlier rows: as the owner of the pass, and as the other rank."""
+    path = checkpoint(family, 32, place)
+    runner = TransformersRunner.load(path, device="cuda", dtype="float32", collectives=Alike(0, 2), rows_max=128)
+    rig = rig_of(runner, 300, graphs=False)
+    rig.grant(0, 200)
+    state = rig.state if owner == 0 else rig.state.guest(1)
+    if owner:
+        state.slab_table[0] = torch.arange(state.slab_table.shape[1], device="cuda")
+    tokens = torch.tensor(list(TEXT[:100]), device="cuda")
+
+    def launch() -> None:
+        prompts = runner.begin_pass(rig.streams, state, [PromptPart(0, 64, 164, 0, True)], tokens)
+        for unit in (PassUnit(layer, first, first + 25) for layer in range(runner.info.layers) for first in (0, 25)):
+            runner.launch_split(rig.streams, state, prompts, unit, owner)
+
+    launch()
+    with no_syncs():
+        launch()
 
 
 def test_generator_replaces_the_indexer_inside_a_graph(place: Path) -> None:

@@ -11,11 +11,15 @@ from kernels.cuda.block_plans import (
     CHOICES,
     CROSSOVER_TOKENS,
     EXPERT_PLANS,
+    SHARED_BYTES_MAX,
+    TILE_EXPERT_BYTES,
     UNBOUNDED,
+    ExpertPlans,
     LinearPlan,
     Work,
     crossover_of,
     expert_plans_of,
+    expert_tiles,
     fits,
     forms,
     plan_of,
@@ -188,3 +192,23 @@ def test_every_tile_of_an_expert_is_computed_once_beside_those_of_its_rows(count
         found.append((expert, number // (end - first), first + number % (end - first)))
     assert sorted(found) == sorted((expert, row, job) for job, expert in enumerate(jobs) for row in range(row_tiles))
     assert found == sorted(found), "tiles that read the same weights follow each other"
+
+
+@pytest.mark.parametrize("held", [1, 8, 32, 128, 256, 448, 512])
+@pytest.mark.parametrize("plans", [plans for plans in EXPERT_PLANS.values() if plans])
+def test_tiles_of_a_piece_are_listed_in_shared_memory(plans: ExpertPlans, held: int) -> None:
+    most = plans.assignments_max(held)
+    for assignments in {1, held, most // 2, most} - {0}:
+        tiles = expert_tiles(min(assignments, most), held, plans.gated.tokens)
+        for plan in plans:
+            assert plan.shared_bytes + TILE_EXPERT_BYTES * tiles <= SHARED_BYTES_MAX
+    assert most >= min(held, 64)  # a step's tokens with their choices go in pieces of eight tokens or more
+
+
+def test_experts_of_a_whole_model_take_a_block_of_prompts_in_two_pieces() -> None:
+    """All 256 experts on one card and 4,096 tokens of eight choices: 510 tiles, of which 448 can be listed."""
+    plans = EXPERT_PLANS[UNBOUNDED]
+    assert plans is not None
+    assert expert_tiles(4096 * 8, 256, plans.gated.tokens) == 510
+    assert 2048 < plans.assignments_max(256) // 8 < 4096
+    assert plans.assignments_max(32) // 8 >= 4096

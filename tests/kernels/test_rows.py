@@ -203,6 +203,32 @@ def test_prompt_reads_return_the_stored_rows(split: int) -> None:
         got = [read_slab_rows(rig.state, 1, 2, stop, plane) for plane in range(len(rig.geometry.planes))]
         assert torch.equal(torch.cat(got, dim=1), rows)
         assert torch.equal(read_index_keys(rig.state, 1, 2, stop), keys)
+        got = [
+            read_slab_rows(rig.state, 1, 2, stop, plane, start=stop // 3) for plane in range(len(rig.geometry.planes))
+        ]
+        assert torch.equal(torch.cat(got, dim=1), rows[stop // 3 :])
+        assert torch.equal(read_index_keys(rig.state, 1, 2, stop, start=stop // 3), keys[stop // 3 :])
+
+
+def test_guests_have_rows_in_the_slab_and_keys_of_their_own() -> None:
+    """Through tables of their own, beside a prompt of the state's: neither touches the other's rows or keys."""
+    rig = Rig(groups=(0, 0, 1))
+    staged_prompt(rig, 0, 64, 64)
+    own = read_slab_rows(rig.state, 2, 0, 64), read_index_keys(rig.state, 1, 0, 64), rig.state.index_keys.clone()
+    guest, seat = rig.state.guest(5), 4
+    assert (guest.seats, rig.state.seats) == (5, 3)
+    held = int(rig.state.slab_table[0, 0])
+    pages = [page for page in range(guest.slab_table.shape[1]) if page != held][:2]
+    guest.slab_table[seat, :2] = torch.tensor(pages, dtype=torch.int32)
+    rows, keys = (torch.randint(0, 255, (100, own[it].shape[1]), dtype=torch.uint8) for it in (0, 1))
+    write_slab_rows(guest, 2, seat, 0, rows)
+    write_prompt_index_keys(guest, 0, seat, 0, keys)
+    assert torch.equal(read_slab_rows(guest, 2, seat, 100), rows)
+    assert torch.equal(read_index_keys(guest, 0, seat, 100, start=20), keys[20:])
+    places = torch.tensor(pages)[torch.arange(100) // 64] * 64 + torch.arange(100) % 64
+    assert torch.equal(rig.state.slab(2).rows[2, places], rows)
+    assert torch.equal(read_slab_rows(rig.state, 2, 0, 64), own[0])
+    assert torch.equal(rig.state.index_keys, own[2])
 
 
 def test_a_layer_lies_over_the_one_two_before() -> None:

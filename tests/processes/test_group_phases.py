@@ -48,6 +48,9 @@ ROUND_S = 20.0
 OWN_LIMIT_S: Final = group_end.PEER_END_LIMIT_S
 #: Phases and the rank that is lost in each: the one that meets the other ranks (rank 0), and another one.
 LOST = {"start": "w1", "prompt": "w0", "decode": "w1", "exchange": "w0", "leave": "w1", "coordinator": "w1"}
+#: Likewise within passes that ranks split, whose owner is w1.
+LOST_IN_SPLIT = (("hear", "w0"), ("split", "w0"), ("tell", "w1"), ("split", "w1"))
+SPLIT_TOKENS: Final = 24
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +149,13 @@ async def until_gone(processes: Mapping[str, int]) -> float:
     return trio.current_time() - began
 
 
-@pytest.mark.parametrize(
+SIGNALS = pytest.mark.parametrize(
     "number",
     [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.deep)],
 )
+
+
+@SIGNALS
 async def test_rank_lost_in_any_phase_changes_no_output(
     number: signal.Signals, model: Path, tmp_path: Path, order: Order
 ) -> None:
@@ -195,3 +201,30 @@ async def test_rank_lost_in_any_phase_changes_no_output(
                     begun_anew += await count_prefilled_from_full_pages(client, last)
             await assert_nothing_leaked(client)
         assert bool(begun_anew) == (number == signal.SIGSTOP)
+
+
+@SIGNALS
+async def test_rank_lost_amid_a_split_pass_changes_no_output(
+    number: signal.Signals, model: Path, tmp_path: Path, order: Order
+) -> None:
+    """A drained rank has no prompts: it has stripes of the other one's."""
+    config = without_cache(group_config(model, tmp_path))
+    config = missed_soon(config) if number is signal.SIGSTOP else config
+    worker = msgspec.structs.replace(config.worker, deterministic=False, split_tokens=SPLIT_TOKENS)
+    config = msgspec.structs.replace(config, worker=worker)
+    async with cluster_of_two(config, tmp_path, kept=True, group_size=2) as (cluster, client, said):
+        await client.drain(("w0",))
+        quiet = await decode_all(client, "quiet")
+        for turn, (point, name) in enumerate(LOST_IN_SPLIT):
+            told, lost = len(said), pids(cluster)
+            order.write(name, point, number)
+            assert await decode_all(client, f"{point}-{name}") == quiet
+            assert not order.is_there()
+            await until_restarted(cluster, RANKS, lost)
+            await until_all_connected(client, BACK_LIMIT_S)
+            await client.drain(("w0",))
+            ends = [line for line in said[told:] if line.startswith("group g0 ended")]
+            assert [f"{name} killed by SIGKILL" in line for line in ends] == [True], said[told:]
+            other = next(other for other in RANKS if other != name)
+            assert f"lost={RANKS.index(name)} " in losses_in(tmp_path / f"{other}.log")[-1], turn
+            await assert_nothing_leaked(client)

@@ -26,7 +26,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import numpy as np
 import trio
@@ -445,7 +445,8 @@ class FakeExecutor:
             busy_s = self._launch_round_unit(this)
         elif this.kind is RoundKind.DECODE:
             busy_s = self._launch_step(this.number, this.size)
-        rounds.launch(this, Wish(self._rows_wished(), *self._prompts.wished(), self._prompts.block(), UNITS_MAX))
+        tokens, urgent, pages = self._prompts.wished()
+        rounds.launch(this, Wish(self._rows_wished(), tokens, urgent, self._prompts.block(), UNITS_MAX, pages))
         self._steps_ahead = LOOKAHEAD if this.kind is RoundKind.DECODE else 0
         return busy_s or self._rng.uniform(*STEP_S)
 
@@ -697,7 +698,8 @@ class FakeExecutor:
     def _launch_round_unit(self, this: Round) -> float:
         """Launch this rank's part of a unit of the group, which may be none."""
         if this.opens:
-            self._prompts.begin(this.pass_rows)
+            rounds = cast(RankRounds, self._rounds)
+            self._prompts.begin(this, rounds.rank, rounds.group.size)
         parts, is_over = self._prompts.launched(this.unit)
         for run, _, _ in parts:
             run.in_steps += 1

@@ -118,7 +118,7 @@ def decide_rounds_by_the_wishes_of_this_rank() -> Plan:
 
     def next_round(self: RankRounds, *, has_work: bool) -> Round | None:
         learned = self._agreement.learned
-        self._agreement.learned = lambda wishes: learned([wishes[self._rank]])  # type: ignore[method-assign]
+        self._agreement.learned = lambda wishes: learned([wishes[self.rank]])  # type: ignore[method-assign]
         try:
             return original(self, has_work=has_work)
         finally:

@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from protocol.messages import GroupMember
-from tests.sim.passes import LAYERS
+from tests.sim.passes import LAYERS, SPLIT_TOKENS
 from tests.sim.trace import Violation
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
 
@@ -51,6 +51,10 @@ class SimGroup:
         self.on_news: list[Callable[[], None]] = []
         self._rounds: list[Launched] = []
         self._prompt_rounds = 0  # run since the last decode round
+
+    @property
+    def size(self) -> int:
+        return len(self.names)
 
     def member(self, rank: int) -> GroupMember:
         return GroupMember(self.group, rank, len(self.names), self.incarnation)
@@ -114,9 +118,9 @@ class RankRounds:
         self.group = group
         self.awaited: int | None = None
         self.awaited_since = 0.0
-        self._rank = rank
+        self.rank = rank
         self._read = 0  # rounds whose wishes were
-        self._agreement = Agreement(lag=LAG, batch_sizes=BATCH_SIZES, layers=LAYERS)
+        self._agreement = Agreement(lag=LAG, batch_sizes=BATCH_SIZES, layers=LAYERS, split_tokens=SPLIT_TOKENS)
 
     def has_run(self, number: int) -> bool:
         return not self.group.missing(number)
@@ -135,7 +139,7 @@ class RankRounds:
         """The worker that is awaited, once that has lasted; empty: none."""
         if self.awaited is None or trio.current_time() < self.awaited_since + AWAITS_S:
             return ""
-        return next((name for name in self.group.missing(self.awaited) if name != self.group.names[self._rank]), "")
+        return next((name for name in self.group.missing(self.awaited) if name != self.group.names[self.rank]), "")
 
     @property
     def has_lost_a_peer(self) -> bool:
@@ -157,4 +161,4 @@ class RankRounds:
 
     def launch(self, this: Round, wish: Wish) -> None:
         self._agreement.launched(this)
-        self.group.launch(self._rank, this, wish)
+        self.group.launch(self.rank, this, wish)

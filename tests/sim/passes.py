@@ -9,7 +9,8 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from protocol.units import pages_for
 from tests.sim.trace import Violation
-from worker.device.passes import PASSES_MAX, PassPlace, PassUnit
+from worker.device.passes import NOT_SPLIT, PASSES_MAX, PassPlace, PassUnit
+from worker.group.agreement import Round
 from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
 
 #: Of the simulated model.
@@ -17,6 +18,8 @@ LAYERS: Final = 2
 #: Tokens of a pass at most, of which a worker draws one, and rows of a unit.
 PASS_TOKENS: Final = (16, 48)
 BLOCK_TOKENS: Final = 8
+#: Of a pass that the ranks of a group split, at least.
+SPLIT_TOKENS: Final = 10
 
 
 class Prompt(Protocol):
@@ -37,12 +40,14 @@ P = TypeVar("P", bound=Prompt)
 
 @dataclass(eq=False)
 class SimPass(Generic[P]):
-    """`parts`: placements and the tokens that the pass takes of each. `left_tokens`: what they had left before."""
+    """`parts`: placements and the tokens that the pass takes of each. `left_tokens`: what they had left before. `lent`:
+    pages for another rank's pass that this one splits with it."""
 
     place: PassPlace
     parts: list[tuple[P, int, int]]
     left_tokens: list[int]
     preempting: int = 0
+    lent: int = 0
 
 
 @dataclass(eq=False)
@@ -92,18 +97,27 @@ class SimPrompts(Generic[P]):
 
     # ---------------------------------------------------------------- a rank of a group
 
-    def wished(self) -> tuple[int, int]:
-        """Tokens for the next pass, and for one that preempts the open one."""
+    def wished(self) -> tuple[int, int, int]:
+        """Tokens for the next pass, and for one that preempts the open one; pages that those take, or that this rank
+        lends."""
         taken = self._compose(self.tokens, behind_open=True)
         urgent = self._preempting(self.tokens) if len(self.open) == 1 else []
-        return _tokens(taken), _tokens(urgent)
+        lent = self._free_pages() + sum(opened.lent for opened in self.open)
+        return _tokens(taken), _tokens(urgent), sum(pages_for(it.stop) for it in taken) or lent
 
-    def begin(self, rows: int) -> None:
-        """A pass of the group opens."""
-        limit = min(rows, self.tokens)
-        taken = self._preempting(limit) if self.open else self._compose(limit)
-        if not self._begin(taken, rows):
-            self.open.append(SimPass(PassPlace(0, rows, LAYERS), [], []))
+    def begin(self, this: Round, rank: int, ranks: int) -> None:
+        """A pass of the group opens, on one of its ranks."""
+        place = PassPlace(0, this.pass_rows, LAYERS, owner=this.owner)
+        if this.owner not in (NOT_SPLIT, rank):
+            if self.open or self._free_pages() < this.pages:
+                raise Violation("prompts", f"lends {this.pages} slab pages and has {self._free_pages()}")
+            self.open.append(SimPass(place, [], [], lent=this.pages))
+            return
+        is_split = this.owner == rank
+        limit = min(this.pass_rows * (ranks if is_split else 1), self.tokens)
+        taken = self._preempting(limit) if self.open else self._compose(limit, this.pages if is_split else None)
+        if not self._begin(taken, place):
+            self.open.append(SimPass(place, [], []))
 
     # ---------------------------------------------------------------- both
 
@@ -131,13 +145,15 @@ class SimPrompts(Generic[P]):
                 found.append(WaitingPrompt(run.placement, run.owner, start, count, self.clock() - run.since))
         return found
 
-    def _compose(self, tokens: int, *, behind_open: bool = False) -> list[Taken]:
+    def _compose(self, tokens: int, pages_max: int | None = None, *, behind_open: bool = False) -> list[Taken]:
         pages = self.slab_pages if behind_open else self._free_pages()
+        pages = pages if pages_max is None else min(pages, pages_max)
         return self._order.compose(self._eligible(behind_open=behind_open), tokens, pages)
 
     def _free_pages(self) -> int:
         """Pages of the slab that open passes leave."""
-        return self.slab_pages - sum(pages_for(stop) for opened in self.open for _, _, stop in opened.parts)
+        held = sum(pages_for(stop) for opened in self.open for _, _, stop in opened.parts)
+        return self.slab_pages - held - sum(opened.lent for opened in self.open)
 
     def _preempting(self, tokens: int) -> list[Taken]:
         opened = self.open[-1]
@@ -145,7 +161,7 @@ class SimPrompts(Generic[P]):
         tokens = min(tokens, opened.place.rows - opened.preempting)
         return self._order.preempting(self._eligible(), left, opened.place.rows_left, tokens, self._free_pages())
 
-    def _begin(self, taken: Sequence[Taken], rows: int = 0) -> bool:
+    def _begin(self, taken: Sequence[Taken], place: PassPlace | None = None) -> bool:
         if not taken:
             return False
         runs = {run.placement: run for run in self.prompts}
@@ -153,7 +169,7 @@ class SimPrompts(Generic[P]):
         if self.open:
             self.open[-1].preempting += _tokens(taken)
         left = [len(run.prompt) - run.prefilled for run, _, _ in parts]
-        self.open.append(SimPass(PassPlace(0, rows or _tokens(taken), LAYERS), parts, left))
+        self.open.append(SimPass(place or PassPlace(0, _tokens(taken), LAYERS), parts, left))
         if self._free_pages() < 0:
             raise Violation("prompts", f"open passes need {-self._free_pages()} slab pages more than there are")
         for run, start, stop in parts:

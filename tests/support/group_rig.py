@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -69,6 +70,7 @@ class Drawn:
     misses: int
     late_masks: int = 0
     accepted: int = 0  # drafts
+    split_units: int = 0
 
 
 def settings_of(
@@ -103,12 +105,15 @@ class GroupRig:
         netns: list[str] | None = None,
         environs: list[dict[str, str]] | None = None,
         masks: list[str] | None = None,
+        dies_in_split: int | None = None,
     ) -> None:
         """By rank: `configs`, network namespaces as `netns` with process numbers of their own, and `environs` beside
         that of this process.
 
         `masks`, by rank, are LATE once each, or HELD until `let_masks_go`, and until all requests of the rank that have
         no grammar have ended: those behind a token, and builds of a grammar that ends with HELD.
+
+        The rank `dies_in_split` kills itself amid the first pass that all split.
         """
         self._directory = directory
         size = len(asks)
@@ -120,6 +125,7 @@ class GroupRig:
                 "asks": [asdict(ask) for ask in own],
                 "keep_logits": keep_logits,
                 "masks": masks[rank] if masks else "",
+                "dies": rank == dies_in_split,
                 "netns": netns[rank] if netns else "",
                 "arrivals": sum(to == rank for ranks in asks for ask in ranks for _, to in ask.next_ranks),
             }
@@ -206,6 +212,8 @@ def main() -> None:
     for about in job["asks"]:
         requests.add(Ask(**about))
     _plant(job["masks"], requests, Path(config.cluster.runtime_dir) / MASKS_GO)
+    if job["dies"]:
+        _plant_death(runner)
     group.control.progress.turns = True
     requests.run(job["arrivals"])
     rig.check_end()
@@ -218,6 +226,7 @@ def main() -> None:
         sum(life.misses for life in lives),
         rig.executor.counters.late_masks,
         rig.executor.counters.accepted_tokens,
+        rig.executor.counters.split_units,
     )
     print(json.dumps(asdict(drawn)), flush=True)
     while not (select.select([sys.stdin], [], [], 0)[0] and _is_let_go(group)):
@@ -252,6 +261,18 @@ def _plant(masks: str, requests: Requests, path: Path) -> None:
         patch.object(grammars, "GRAMMAR_LIMIT_S", LIMIT_S).start()  # others may take long to end
         patch.object(Matcher, "push", held_until(wait_for_others)).start()
         patch.object(Matcher, "__init__", held_build(wait_for_others, HELD)).start()
+
+
+def _plant_death(runner: Any) -> None:
+    """Kill this process before its stripe of the last layer of a pass."""
+    launch, last = runner.launch_split, runner.info.layers - 1
+
+    def launch_split(streams: Any, state: Any, prompts: Any, unit: Any, *rest: Any) -> None:
+        if unit.layer == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        launch(streams, state, prompts, unit, *rest)
+
+    runner.launch_split = launch_split
 
 
 def _pool(config: Config, sizing: Any) -> torch.Tensor:

@@ -12,7 +12,8 @@ file named by PLANTED_WHILE exists. For drills: what an alert waits for is cause
     poison       the request whose id the file holds ends its worker by SIGKILL once it is admitted
     signal-at    a worker sends itself a signal at a point of its life. The file says which, as in "w1 exchange 9":
                  start (it has met its group), prompt (a round of prompts), decode (a step), exchange (its rows have
-                 gone to its peers, and its sums have not), leave (a request leaves it). The file is gone before
+                 gone to its peers, and its sums have not), leave (a request leaves it); tell, hear, split (a pass that
+                 ranks split opens on its owner, on another rank; a unit of it). The file is gone before
 
 These need no file:
 
@@ -148,6 +149,8 @@ def signal_at() -> None:
     import worker.process
     from worker.group.exchange import ProcessGroupCollectives
     from worker.loop.executor import Executor
+    from worker.loop.guests import Guests
+    from worker.runners.transformers_dsa import TransformersRunner
 
     def send(point: str) -> None:
         path = Path(os.environ[PLANTED_WHILE])
@@ -165,6 +168,9 @@ def signal_at() -> None:
         ("decode", Executor, "_launch_step"),
         ("exchange", ProcessGroupCollectives, "all_to_all"),
         ("leave", Executor, "_leave"),
+        ("tell", Guests, "tell"),
+        ("hear", Guests, "begin"),
+        ("split", TransformersRunner, "launch_split"),
     )
     for point, where, name in points:
         before(where, name, partial(send, point))

@@ -180,7 +180,7 @@ def _report(
         host_pages=capacity.host_pages,
         requests_by_host=capacity.host_pages // pages,
         index_bytes_per_request=pages * geometry.index_page_bytes,
-        slab_bytes=sizing.slab_pages * geometry.slab_page_bytes,
+        slab_bytes=sizing.slab_pages * sizing.slab_page_bytes,
         prompt_max_tokens=capacity.prompt_max_tokens * capacity.prefills,
         miss_bytes_per_step=geometry.topk * geometry.layers * geometry.row_bytes,
         resident=min(sizing.device_bytes // (pages_for(settings.context_max_tokens) * geometry.page_bytes), SEATS_MAX),

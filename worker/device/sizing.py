@@ -5,7 +5,7 @@ Host memory is host pages and nothing else. Device memory (`device_mem`, the bud
     bookkeeping    seat tables, tails, counters: grows with seats and the longest context, not with tokens held
     prefill slab   rows of two layers of one longest prompt, in at most half of what is left, and for passes of several
                    prompts as many more as a small share holds. A worker of role decode computes no prompts and has one
-                   page
+                   page. Where ranks of a group split passes, a page has index keys of one group beside its rows
     index pages    as many as host pages or seats can use, at most their share of what is left: without its index keys a
                    context in host memory cannot be decoded
     hot chunks     the rest, at most `hot_chunks_max`
@@ -46,6 +46,7 @@ from protocol.messages import (
 from protocol.settings import WorkerSettings
 from protocol.sizing import smallest_chunks
 from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, managed_chunks, pages_for
+from worker.device.passes import PARTS_MAX, split_tokens
 from worker.device.step_rows import StepRows
 
 #: Share of the budget, bookkeeping aside, that the prefill slab takes at most.
@@ -68,6 +69,7 @@ class Sizing:
 
     capacity: WorkerCapacity
     slab_pages: int
+    slab_page_bytes: int
     context_max_tokens: int
     max_pages: int
     max_chunks: int
@@ -128,8 +130,9 @@ def size_worker(
     bookkeeping = _bookkeeping_bytes(settings, geometry, max_pages, max_chunks, info.vocab_size)
     device = _budget(settings, free_device_bytes, prompt_bytes)
     left = device - bookkeeping
-    slab = _slab_pages(settings, geometry, max_pages, left)
-    left -= slab * geometry.slab_page_bytes
+    slab_page = slab_page_bytes(settings, geometry)
+    slab = _slab_pages(settings, slab_page, max_pages, left)
+    left -= slab * slab_page
     index_bytes = _index_bytes(settings, geometry, classes, context, overshoot, max(0, left))
     index_pages = min(host_pages, settings.seats * max_pages, index_bytes // geometry.index_page_bytes)
     chunks = max(0, left - index_pages * geometry.index_page_bytes) // geometry.chunk_bytes
@@ -152,12 +155,13 @@ def size_worker(
             row_format=geometry.row_format,
         ),
         slab_pages=slab,
+        slab_page_bytes=slab_page,
         context_max_tokens=context,
         max_pages=max_pages,
         max_chunks=max_chunks,
         bookkeeping_bytes=bookkeeping,
         device_bytes=bookkeeping
-        + slab * geometry.slab_page_bytes
+        + slab * slab_page
         + chunks * geometry.chunk_bytes
         + index_pages * geometry.index_page_bytes,
         longest_context_tokens=min(context, PAGE_TOKENS * min(host_pages, index_pages)),
@@ -255,11 +259,18 @@ def _bookkeeping_bytes(
     return settings.seats * per_seat + draws
 
 
-def _slab_pages(settings: WorkerSettings, geometry: Geometry, max_pages: int, left: int) -> int:
+def slab_page_bytes(settings: WorkerSettings, geometry: Geometry) -> int:
+    """Device bytes of a slab page: rows, and where ranks split passes index keys of one group, and an entry in the
+    table of each part (kernels/state.py: DeviceState.guest)."""
+    guests = PAGE_TOKENS * geometry.index_row_bytes + 4 * PARTS_MAX if split_tokens(settings) else 0
+    return geometry.slab_page_bytes + guests
+
+
+def _slab_pages(settings: WorkerSettings, page_bytes: int, max_pages: int, left: int) -> int:
     if settings.role == DECODE:
         return 1
-    longest = min(max_pages, max(0, int(left * SLAB_SHARE)) // geometry.slab_page_bytes)
-    return longest + min(PACKED_PAGES_MAX, max(0, int(left * PACKED_SHARE)) // geometry.slab_page_bytes)
+    longest = min(max_pages, max(0, int(left * SLAB_SHARE)) // page_bytes)
+    return longest + min(PACKED_PAGES_MAX, max(0, int(left * PACKED_SHARE)) // page_bytes)
 
 
 def _index_bytes(

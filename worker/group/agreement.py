@@ -20,6 +20,10 @@ later waits for the next pass. While one pass is open a second one may be opened
 until it is over; the first one then goes on where it was left. Wishes that were made before a pass was opened ask for
 no other one: what they asked for may be in it. The rows of a unit are the fewest that any rank wishes, and so are the
 units between two decode rounds.
+
+Where one rank alone has prompts for the next pass, and enough of them, all ranks *split* it: the round that opens it
+names its owner, and the slab pages that every other rank lends. A rank that gets a prompt meanwhile brings it to the
+next pass, or to one that preempts this one; neither is split.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from protocol.errors import InternalError
-from worker.device.passes import PASSES_MAX, PassPlace, PassUnit
+from worker.device.passes import NOT_SPLIT, PASSES_MAX, PassPlace, PassUnit
 
 
 class RoundKind(Enum):
@@ -43,7 +47,8 @@ class Round(NamedTuple):
     """`size`: rows of the unit, or of the largest decode batch, padded; 0 for WISHES. Where steps draft, each of these
     rows brings its drafts: equally many on all ranks.
 
-    Of a unit: the pass, by number, the rows of that, and where in it the unit begins.
+    Of a unit: the pass, by number, the rows of that on each rank, and where in it the unit begins. Of a split pass its
+    owner; with the first unit, the `pages` of the slab that each rank has for it.
     """
 
     number: int
@@ -53,6 +58,8 @@ class Round(NamedTuple):
     pass_rows: int = 0
     layer: int = 0
     first: int = 0
+    owner: int = NOT_SPLIT
+    pages: int = 0
 
     @property
     def opens(self) -> bool:
@@ -66,13 +73,15 @@ class Round(NamedTuple):
 
 class Wish(NamedTuple):
     """Work that a rank would bring: `rows` of a decode batch; `tokens` to the next pass, and `urgent` tokens to one
-    that preempts the open one. `block`: rows of a unit at most; `units`: between two decode rounds at most."""
+    that preempts the open one. `block`: rows of a unit at most; `units`: between two decode rounds at most. `pages` of
+    the slab: what those tokens take, or what a rank without tokens lends to a split pass."""
 
     rows: int = 0
     tokens: int = 0
     urgent: int = 0
     block: int = 0
     units: int = 0
+    pages: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.tokens or self.urgent)
@@ -85,12 +94,16 @@ WISH_NUMBERS: Final = len(Wish._fields)
 class Agreement:
     """`learned` of each round in order, `next` before each launch, `launched` after the decision."""
 
-    def __init__(self, *, lag: int, batch_sizes: Sequence[int], layers: int, fixed_block: int = 0) -> None:
+    def __init__(
+        self, *, lag: int, batch_sizes: Sequence[int], layers: int, fixed_block: int = 0, split_tokens: int = 0
+    ) -> None:
         """`batch_sizes`: what decode batches are padded to; `layers` of the model. `fixed_block`: rows of every unit,
-        to whose multiples passes are padded (deterministic mode); 0: as ranks wish."""
+        to whose multiples passes are padded (deterministic mode); 0: as ranks wish. `split_tokens`: of a pass that is
+        split, at least; 0: none is."""
         self.lag = lag
         self.number = 0  # of the next round
         self._batch_sizes, self._layers, self._fixed = sorted(batch_sizes), layers, fixed_block
+        self._split_tokens = split_tokens
         self._units = 0  # since the last decode round
         self._gathered: deque[tuple[int, tuple[Wish, ...]]] = deque(maxlen=lag)  # round and wishes, as they were read
         self._open: list[PassPlace] = []
@@ -143,7 +156,8 @@ class Agreement:
         self._units += 1
         if this.opens:
             self._passes, self._opened_at = this.pass_number, this.number
-            self._open.append(PassPlace(this.pass_number, this.pass_rows, self._layers))
+            block = this.size if this.owner != NOT_SPLIT else 0
+            self._open.append(PassPlace(this.pass_number, this.pass_rows, self._layers, owner=this.owner, block=block))
         place = self._open[-1]
         if place.number != this.pass_number:
             raise InternalError(f"pass {place.number} goes on", field="pass", value=this.pass_number)
@@ -164,19 +178,37 @@ class Agreement:
 
     def _next_unit(self, number: int, wishes: tuple[Wish, ...]) -> Round | None:
         """The unit that a prompt round would be: of a pass that they ask for, or of the open one."""
-        wished = 0
-        if number >= self._opened_at and len(self._open) < PASSES_MAX:
-            wished = max(wish.urgent if self._open else wish.tokens for wish in wishes)
-        if wished:
-            rows = -(-wished // self._fixed) * self._fixed if self._fixed else wished
-            place = PassPlace(self._passes + 1, rows, self._layers)
-        elif self._open:
-            place = self._open[-1]
-        else:
+        place, pages = self._wished_pass(number, wishes) or (self._open[-1] if self._open else None, 0)
+        if place is None:
             return None
         blocks = [wish.block for wish in wishes if wish.block]
         unit = place.unit(self._fixed or min(blocks, default=place.rows))
-        return Round(self.number, RoundKind.PROMPT, unit.rows, place.number, place.rows, unit.layer, unit.first)
+        about = place.number, place.rows, unit.layer, unit.first, place.owner, pages
+        return Round(self.number, RoundKind.PROMPT, unit.rows, *about)
+
+    def _wished_pass(self, number: int, wishes: tuple[Wish, ...]) -> tuple[PassPlace, int] | None:
+        """The pass that the wishes of round `number` ask for, and the pages that ranks lend to it."""
+        if number < self._opened_at or len(self._open) == PASSES_MAX:
+            return None
+        rows = max(wish.urgent if self._open else wish.tokens for wish in wishes)
+        if not rows:
+            return None
+        owner, pages = self._split(wishes)
+        if owner != NOT_SPLIT:
+            rows = -(-rows // len(wishes))
+        elif self._fixed:
+            rows = -(-rows // self._fixed) * self._fixed
+        return PassPlace(self._passes + 1, rows, self._layers, owner=owner), pages
+
+    def _split(self, wishes: tuple[Wish, ...]) -> tuple[int, int]:
+        """The owner of a pass that is split, and the pages that each of the others lends."""
+        bringing = [rank for rank, wish in enumerate(wishes) if wish.tokens]
+        if self._open or not self._split_tokens or len(bringing) != 1 or len(wishes) == 1:
+            return NOT_SPLIT, 0
+        owner, pages = bringing[0], min(wish.pages for wish in wishes if not wish.tokens)
+        if wishes[owner].tokens < self._split_tokens or pages < wishes[owner].pages:
+            return NOT_SPLIT, 0
+        return owner, pages
 
 
 def _padded(sizes: Sequence[int], wished: int) -> int:

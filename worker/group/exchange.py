@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kernels.block_fp8 import quantize_rows
@@ -62,6 +63,10 @@ class Collectives(Protocol):
 
     def all_to_all(self, output: Tensor, parts: Tensor) -> None:
         """output[r] = parts[rank] of rank r, for [size, n, ...]."""
+        ...
+
+    def broadcast(self, data: Tensor, source: int) -> None:
+        """`data`, contiguous, becomes that of rank `source`."""
         ...
 
 
@@ -182,6 +187,9 @@ class Alike:
     def all_to_all(self, output: Tensor, parts: Tensor) -> None:
         output.copy_(parts[self.rank : self.rank + 1].expand_as(output))
 
+    def broadcast(self, data: Tensor, source: int) -> None:
+        """Every rank has it."""
+
 
 class ProcessGroupCollectives:
     """Over a backend of torch.distributed. On a CPU a call returns when all ranks came; it counts in `progress`."""
@@ -199,6 +207,12 @@ class ProcessGroupCollectives:
     def all_to_all(self, output: Tensor, parts: Tensor) -> None:
         with self._entered():
             self._group.alltoall_base(output.view(-1), parts.reshape(-1), [], []).wait()
+
+    def broadcast(self, data: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        with self._entered():
+            self._group.broadcast([data], options).wait()
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

@@ -47,6 +47,7 @@ from protocol.text import Tokenizer
 from protocol.units import PAGE_TOKENS
 from worker.device.gpu_memory import free_device_bytes
 from worker.device.inventory import take_inventory
+from worker.device.passes import NOT_SPLIT, split_tokens
 from worker.device.sizing import Sizing
 from worker.device.step_rows import StepRows
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
@@ -57,6 +58,7 @@ from worker.loop.decode import TIMED_EVERY, Decoder, StepTokens, batch_sizes, st
 from worker.loop.draft_length import DraftLengths
 from worker.loop.drafting import DraftSeats
 from worker.loop.grammars import Grammars, mask_wait_s
+from worker.loop.guests import Guests
 from worker.loop.output import Output
 from worker.loop.pace import Pace, Pacing
 from worker.loop.prefill import LaunchedPass, Prefill
@@ -195,6 +197,10 @@ class Executor:
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         tokens = settings.pass_tokens // block * block if block else settings.pass_tokens
+        least, guests = split_tokens(settings), None
+        if group is not None and least:
+            shared = self.state, self._seats, self._swap, group.collectives, settings.pass_tokens
+            guests = Guests(cast(GroupRunner, runner), streams, *shared)
         self._prompts = Prompts(
             self._prefill,
             PromptOrder(packs=not settings.deterministic, unit_tokens=block or PAGE_TOKENS),
@@ -208,6 +214,7 @@ class Executor:
             ran=self._ran,
             ended=self._ended_pass,
             failed=self._end_faulty,
+            guests=guests,
         )
         self._running: list[RunningRequest] = []
         self._closing: list[RunningRequest] = []  # behind the draws of the step launched last
@@ -233,6 +240,7 @@ class Executor:
             batch_sizes=self._decoder.batch_sizes,
             layers=self._runner.info.layers,
             fixed_block=block,
+            split_tokens=split_tokens(settings),
         )
         group.control.on_wake = self.wake
         group.control.counters = self.counters
@@ -315,17 +323,18 @@ class Executor:
     def _launch_prompt_round(self, this: Round) -> None:
         """This rank's part in a unit of all ranks, or padding. A failure is the group's."""
         if this.opens:
-            self._prompts.open(this.pass_rows)
+            self._prompts.open(this.pass_rows, this.owner, this.pages)
         for part in self._prompts.launch_round(cast(GroupRunner, self._runner), this.unit):
             self._draw_first(*part)
         self.counters.prompt_units += 1
+        self.counters.split_units += this.owner != NOT_SPLIT
 
     def _wish(self) -> Wish:
         rows = sum(request.progress.has_room and not request.awaits_mask for request in self._running)
-        tokens, urgent = self._prompts.wished()
+        tokens, urgent, pages = self._prompts.wished()
         decodes = bool(self._running)
         block = self._pace.block(beside_steps=decodes)
-        return Wish(rows, tokens, urgent, block, self._pace.units(block, beside_steps=decodes))
+        return Wish(rows, tokens, urgent, block, self._pace.units(block, beside_steps=decodes), pages)
 
     @property
     def idle(self) -> bool:
@@ -362,7 +371,7 @@ class Executor:
         return {
             "chunks": MemoryUse(chunks.count - chunks.free, chunks.count, geometry.chunk_bytes),
             "index_pages": MemoryUse(pages.count - pages.free, pages.count, geometry.index_page_bytes),
-            "slab_pages": MemoryUse(slab.count - slab.free, slab.count, geometry.slab_page_bytes),
+            "slab_pages": MemoryUse(slab.count - slab.free, slab.count, self._sizing.slab_page_bytes),
         }
 
     def room_use(self) -> dict[str, RoomUse]:

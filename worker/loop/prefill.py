@@ -39,15 +39,23 @@ from torch import Tensor
 from kernels.layout import SLAB_LAYERS
 from kernels.state import DeviceState
 from protocol.logprobs import ROW_WORDS_MAX
-from worker.device.passes import PASSES_MAX, PassUnit
+from worker.device.passes import PARTS_MAX, PASSES_MAX, PassUnit
 from worker.device.pinned import host_tensor
 from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring
-from worker.loop.prompt_order import PARTS_MAX
 from worker.loop.seats import Seats
 from worker.loop.swap import StagedRows, Swap
 from worker.loop.warm_start import TopkBuffers
-from worker.runners.base import DraftRunner, PromptPart, PromptPass, Runner, SamplerState, StepOutputs
+from worker.runners.base import (
+    DraftRunner,
+    GroupRunner,
+    PromptPart,
+    PromptPass,
+    Runner,
+    SamplerState,
+    StepOutputs,
+    UnitWritten,
+)
 from worker.runners.logprobs import allocate_rows
 from worker.streams import Fence, Streams
 from worker.transfer.layer_groups import LayerGroups
@@ -162,12 +170,24 @@ class Prefill:
     def launch(self, this: LaunchedPass, unit: PassUnit, rows: int = 0) -> None:
         """Launch a unit, the staging of what it has written and, ahead of the first one of a layer, the refill of the
         next layer. `rows`: of the group's round."""
+        where = unit.layer, unit.first, unit.stop
+
+        def launch(written: UnitWritten) -> None:
+            self._runner.launch_unit(self._streams, self._state, this.prompts, *where, written, rows)
+
+        self._launch(this, unit, launch)
+
+    def launch_split(self, this: LaunchedPass, unit: PassUnit, span: PassUnit, owner: int) -> None:
+        """`launch` of a unit of a pass that this rank, its `owner`, splits with others: rows of the `span` of all."""
+        runner = cast(GroupRunner, self._runner)
+        launch = partial(runner.launch_split, self._streams, self._state, this.prompts, unit, owner)
+        self._launch(this, span, launch)
+
+    def _launch(self, this: LaunchedPass, unit: PassUnit, launch: Callable[[UnitWritten], None]) -> None:
         if not unit.first:
             self._await_slab(this, unit.layer)
             self._refill(this, unit.layer + 1)
-        written = partial(self._written, this, unit)
-        where = unit.layer, unit.first, unit.stop
-        self._runner.launch_unit(self._streams, self._state, this.prompts, *where, written, rows)
+        launch(partial(self._written, this, unit))
         for number, piece in this.prompts.pieces(unit.first, unit.stop):
             if piece.ends:
                 self._fill(this, number, unit.layer)

@@ -27,11 +27,10 @@ from math import inf
 from typing import Final, NamedTuple
 
 from protocol.units import PAGE_TOKENS, pages_for
+from worker.device.passes import PARTS_MAX
 
 #: Tokens by which a second of waiting makes a prompt shorter in the order.
 AGING_TOKENS: Final = 512
-#: Prompts of a pass: each is some launches in every layer.
-PARTS_MAX: Final = 128
 #: How many times the tokens of another owner an owner may have in a pass, ...
 OWNER_RATIO: Final = 2
 #: ... and tokens that it may always have: so few take no longer than one.

@@ -6,7 +6,7 @@ a prompt on their way to host memory, or the first token of a prompt. A first to
 and holds up nothing else.
 
 In a group the rounds say which pass goes on and what opens (worker/group/agreement.py); a rank without prompts for a
-pass pads its units.
+pass pads its units, or takes its stripes of a pass that is split (guests.py).
 """
 
 from __future__ import annotations
@@ -14,23 +14,34 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Final, NamedTuple, cast
 
-from worker.device.passes import PASSES_MAX, PassPlace, PassUnit
+from protocol.units import pages_for
+from worker.device.passes import NOT_SPLIT, PASSES_MAX, PassPlace, PassUnit
 from worker.loop.batch import RunningRequest
+from worker.loop.guests import Guests
 from worker.loop.pace import Pacing
 from worker.loop.prefill import LaunchedPass, Prefill
 from worker.loop.prompt_order import PromptOrder, Taken, WaitingPrompt
 from worker.loop.seats import Seats
 from worker.loop.swap import Swap
-from worker.runners.base import GroupRunner
+from worker.runners.base import GroupRunner, PromptPass
 from worker.streams import Fence, Streams
 
 #: Passes whose hidden states wait for a mask, beside those that are open.
 UNDRAWN_MAX: Final = 1
 #: Units launched ahead of the one that runs, where no request decodes.
 UNITS_AHEAD: Final = 3
+
+
+class Wished(NamedTuple):
+    """Offer of a rank to the next pass: `tokens`, `urgent` ones, and `pages` as in agreement.Wish."""
+
+    tokens: int
+    urgent: int
+    pages: int
 
 
 class PassSizes(NamedTuple):
@@ -49,15 +60,22 @@ class NextUnit(NamedTuple):
 
 @dataclass(eq=False)
 class OpenPass:
-    """`launched` is None where this rank only pads. `tokens`: what the prompt of each part had left when the pass
-    began; `preempting`: rows of passes that preempted this one; `covered_s`: seconds of the units launched since the
-    copies began that the next layer waits for."""
+    """`launched` is None where this rank only pads, or has stripes of another rank's pass: then it has a `guest`.
+    `tokens`: what the prompt of each part had left when the pass began; `preempting`: rows of passes that preempted
+    this one; `covered_s`: seconds of the units launched since the copies began that the next layer waits for."""
 
     place: PassPlace
     launched: LaunchedPass | None
     tokens: tuple[int, ...] = ()
     preempting: int = 0
     covered_s: float = 0.0
+    guest: PromptPass | None = None
+
+    @property
+    def split(self) -> PromptPass | None:
+        """The pass, on whichever rank, where ranks split it and it has any row."""
+        own = self.launched.prompts if self.launched is not None else None
+        return None if self.place.owner == NOT_SPLIT else own or self.guest
 
     @property
     def own_rows(self) -> int:
@@ -107,13 +125,15 @@ class Prompts:
         ran: Callable[[int, float], None],
         ended: Callable[[int], None],
         failed: Callable[[RunningRequest, Exception], None],
+        guests: Guests | None = None,
     ) -> None:
         """`may_launch`: whether nothing would wait for a prompt's prefix. `ran` is told of units: rows and seconds;
-        `ended` of passes: tokens; `failed` of the requests of a pass that raised, which leave."""
+        `ended` of passes: tokens; `failed` of the requests of a pass that raised, which leave. `guests`: of a rank that
+        splits passes."""
         self._prefill, self._order, self._pace, self._swap, self._seats = prefill, order, pace, swap, seats
         self._streams, self._sizes = streams, sizes
         self._may_launch, self._clock = may_launch, clock
-        self._ran, self._ended, self._failed = ran, ended, failed
+        self._ran, self._ended, self._failed, self._guests = ran, ended, failed, guests
         self._prompts: dict[int, RunningRequest] = {}  # by placement, until their last pass ended
         self._open: list[OpenPass] = []
         self._undrawn: list[tuple[LaunchedPass, int]] = []
@@ -203,24 +223,47 @@ class Prompts:
 
     # ---------------------------------------------------------------- a rank of a group
 
-    def wished(self) -> tuple[int, int]:
-        """Tokens that this rank would bring to the next pass, and to one that preempts the open one."""
-        tokens = self._compose(self._sizes.tokens, behind_open=True)
+    def wished(self) -> Wished:
+        """Tell what this rank would bring to the next pass, to one that preempts the open one, or lend to another's."""
+        taken = self._compose(self._sizes.tokens, behind_open=True)
         urgent = self._preempting() if len(self._open) == 1 else []
-        return sum(it.stop - it.start for it in tokens), sum(it.stop - it.start for it in urgent)
+        pages = sum(pages_for(it.stop) for it in taken) if taken else self._seats.lendable_slab
+        return Wished(_tokens(taken), _tokens(urgent), pages)
 
-    def open(self, rows: int) -> None:
-        """A pass of `rows` on each rank opens, of what this rank has for it."""
+    def open(self, rows: int, owner: int = NOT_SPLIT, pages: int = 0) -> None:
+        """A pass of `rows` on each rank opens, of what this rank has for it; or one of rank `owner` that all split, for
+        which each has as many slab `pages`."""
+        if owner != NOT_SPLIT:
+            self._open_split(cast(Guests, self._guests), rows, owner, pages)
+            return
         taken = self._preempting(rows) if self._open else self._compose(min(rows, self._sizes.tokens))
         if taken:
-            self._begin(taken, rows)
+            self._begin(taken, self._place(rows))
         else:
             self._push(OpenPass(self._place(rows), None))
+
+    def _open_split(self, guests: Guests, rows: int, owner: int, pages: int) -> None:
+        place = self._place(rows)
+        place.owner = owner
+        if guests.rank != owner:
+            self._push(OpenPass(place, None, guest=guests.begin(owner)))
+            return
+        taken = self._compose(min(rows * guests.ranks, self._sizes.tokens), pages_max=pages)
+        if taken:
+            self._begin(taken, place)
+        else:
+            self._push(OpenPass(place, None))
+        this = self._open[-1].launched
+        parts = this.prompts.parts if this is not None else ()
+        requests = this.requests if this is not None else ()
+        guests.tell(parts, [it.prompt[part.start : part.stop] for it, part in zip(requests, parts, strict=True)])
 
     def launch_round(self, runner: GroupRunner, unit: PassUnit) -> list[tuple[LaunchedPass, int]]:
         """Launch the unit of a round, or pad it. Returns as `launch` does; what it raises is the group's."""
         opened = self._open[-1]
         first, stop = min(unit.first, opened.own_rows), min(unit.stop, opened.own_rows)
+        if opened.split is not None and self._guests is not None:
+            return self._launch_split(opened, opened.split, unit, self._guests)
         if first < stop:
             return self._launch(opened, unit, unit.rows)
         runner.launch_padding(self._streams, unit.layer, unit.rows)
@@ -229,10 +272,13 @@ class Prompts:
 
     # ---------------------------------------------------------------- passes
 
-    def _compose(self, tokens: int, *, behind_open: bool = False) -> list[Taken]:
-        """Compose the next pass, of `tokens` at most. `behind_open`: as if the open passes had ended."""
+    def _compose(self, tokens: int, *, behind_open: bool = False, pages_max: int | None = None) -> list[Taken]:
+        """Compose the next pass, of `tokens` and in `pages_max` of the slab at most. `behind_open`: as if the open
+        passes had ended."""
         ending = [request for opened in self._open for request in opened.requests()] if behind_open else []
-        pages = self._seats.slab.free + sum(len(request.memory.slab) for request in ending)
+        pages = self._seats.lendable_slab if behind_open else self._seats.slab.free
+        pages += sum(len(request.memory.slab) for request in ending)
+        pages = pages if pages_max is None else min(pages, pages_max)
         return self._order.compose(self._eligible(behind_open=behind_open), tokens, pages)
 
     def _eligible(self, *, behind_open: bool = False) -> list[WaitingPrompt]:
@@ -280,15 +326,15 @@ class Prompts:
         longer = max((it.tokens for it in eligible), default=0) + 1
         return self._order.preempting(eligible, own or [longer], left, tokens, self._seats.slab.free)
 
-    def _begin(self, taken: Sequence[Taken], rows: int = 0) -> None:
-        """Open a pass of what was `taken`, if anything was. `rows`: of the group's pass."""
+    def _begin(self, taken: Sequence[Taken], place: PassPlace | None = None) -> None:
+        """Open a pass of what was `taken`, if anything was. `place`: of the group's pass."""
         if not taken:
             return
         requests = [(self._prompts[it.prompt], it.start, it.stop) for it in taken]
         tokens = sum(stop - start for _, start, stop in requests)
         left = tuple(request.prompt_tokens - request.prefilled for request, _, _ in requests)
         launched = self._prefill.begin(requests, len(self._open))
-        self._push(OpenPass(self._place(rows or tokens), launched, left))
+        self._push(OpenPass(place or self._place(tokens), launched, left))
         for request, start, stop in requests:
             self._order.took(request.owner, stop - start)
 
@@ -299,23 +345,49 @@ class Prompts:
         self._open.append(opened)
 
     def _place(self, rows: int) -> PassPlace:
+        """The place of a pass that opens now."""
         self._numbers += 1
         return PassPlace(self._numbers, rows, self._sizes.layers)
 
     def _launch(self, opened: OpenPass, unit: PassUnit, rows: int) -> list[tuple[LaunchedPass, int]]:
         this = cast(LaunchedPass, opened.launched)
         own = unit._replace(stop=min(unit.stop, opened.own_rows))
-        is_timed = not opened.wait_s(self._pace) and not any(it.prefix_load for it in opened.requests())
+        self._launch_timed(opened, own, partial(self._prefill.launch, this, own, rows))
+        return self._launched(opened, unit, own.rows)
 
-        def launch() -> None:
-            self._prefill.launch(this, own, rows)
+    def _launch_split(
+        self, opened: OpenPass, prompts: PromptPass, unit: PassUnit, guests: Guests
+    ) -> list[tuple[LaunchedPass, int]]:
+        """Launch this rank's stripe of a unit, or pad it where no row of the pass lies in the unit."""
+        span, owner = unit.span(guests.ranks, prompts.rows), opened.place.owner
+        if not span.rows:
+            guests.pad(unit)
+        elif opened.launched is None:
+            launch = partial(guests.launch, prompts, unit, owner)
+            if not unit.first and prompts.has_earlier:  # its time is that of the owner's copies too
+                launch()
+            else:
+                self._time(unit, launch)
+        else:
+            launch = partial(self._prefill.launch_split, opened.launched, unit, span, owner)
+            self._launch_timed(opened, unit, launch)
+        return self._launched(opened, unit, unit.rows)
 
-        if is_timed:
-            self._streams.timed(launch, lambda seconds: self._ran(own.rows, seconds))()
+    def _launch_timed(self, opened: OpenPass, unit: PassUnit, launch: Callable[[], None]) -> None:
+        """Launch `unit`; what waits for copies has no time of its own."""
+        if not opened.wait_s(self._pace) and not any(it.prefix_load for it in opened.requests()):
+            self._time(unit, launch)
         else:
             launch()
+
+    def _time(self, unit: PassUnit, launch: Callable[[], None]) -> None:
+        """Launch `unit`; its time sets the pace."""
+        self._streams.timed(launch, lambda seconds: self._ran(unit.rows, seconds))()
+
+    def _launched(self, opened: OpenPass, unit: PassUnit, rows: int) -> list[tuple[LaunchedPass, int]]:
+        """`unit` was launched, with so many `rows` of this rank. Returns as `launch` does."""
         self._flying.append(self._streams.compute.record("inputs_consumed"))
-        opened.covered_s = (opened.covered_s if unit.first else 0.0) + self._pace.unit_s(own.rows)
+        opened.covered_s = (opened.covered_s if unit.first else 0.0) + self._pace.unit_s(rows)
         opened.place.launched(unit)
         return self._close(opened) if opened.place.is_over else []
 
@@ -323,6 +395,8 @@ class Prompts:
         """End a pass whose last unit was launched. Returns the parts whose first token is to be drawn."""
         self._open.remove(opened)
         this, drawn = opened.launched, list[tuple[LaunchedPass, int]]()
+        if opened.guest is not None and self._guests is not None:
+            self._guests.end()
         if this is None:
             return []
         self._ended(sum(this.part(number).tokens for number in this.staying()))
@@ -343,3 +417,7 @@ class Prompts:
             for number in unended:
                 this.requests[number].chunk_marks.append((staged, this.part(number).stop))
         return drawn
+
+
+def _tokens(taken: Sequence[Taken]) -> int:
+    return sum(one.stop - one.start for one in taken)

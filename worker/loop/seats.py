@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -202,6 +203,7 @@ class Seats:
         capacity = sizing.capacity
         self.chunks = Arena("hot chunk", capacity.hot_chunks)
         self.slab = Arena("slab page", sizing.slab_pages)
+        self._lent: list[int] = []
         self.index_pages = Arena("index page", capacity.index_pages)
         self._sizing = sizing
         self._step_rows = rows.rows
@@ -275,6 +277,24 @@ class Seats:
         for its copies to host memory (worker/loop/prefill.py)."""
         self.slab.give(request.memory.slab)
         request.memory.slab = []
+
+    @property
+    def lendable_slab(self) -> int:
+        """Slab pages that a split pass of another rank can have, behind the one that has some."""
+        return self.slab.free + len(self._lent)
+
+    def lend_slab(self, counts: Sequence[int]) -> list[list[int]]:
+        """Take as many slab pages as `counts` says for each part of another rank's pass. CapacityError, changing
+        nothing, when too few are free."""
+        pages = iter(self.slab.take(sum(counts)))
+        lent = [list(islice(pages, count)) for count in counts]
+        self._lent = [page for held in lent for page in held]
+        return lent
+
+    def end_loan(self) -> None:
+        """Everything of that pass was launched; see `free_slab`."""
+        self.slab.give(self._lent)
+        self._lent = []
 
     def take_over(self, request: RunningRequest) -> None:
         """A prompt was seen staged: its hot buffer, which prefill has filled, is set up."""
@@ -376,7 +396,7 @@ class Seats:
         """InternalError unless each chunk, page and seat is free or held by one of `requests` (I1)."""
         held = list(requests)
         self.chunks.check_invariants(chunk for r in held for chunk in r.memory.hot.chunks)
-        self.slab.check_invariants(page for r in held for page in r.memory.slab)
+        self.slab.check_invariants([*self._lent, *(page for r in held for page in r.memory.slab)])
         self.index_pages.check_invariants(page for r in held for page in r.memory.index_pages)
         seats = sorted([*self._free, *(r.seat for r in held)])
         if seats != list(range(self._sizing.capacity.seats)):

@@ -34,6 +34,7 @@ from kernels.layout import Geometry
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS
+from worker.device.passes import PassUnit
 from worker.device.step_rows import DETERMINISTIC_BLOCK_TOKENS
 from worker.runners.adjust import Adjust
 from worker.runners.logits import AdjustTables
@@ -115,6 +116,11 @@ class PromptPass:
     @property
     def rows(self) -> int:
         return self.parts[-1].end
+
+    @property
+    def has_earlier(self) -> bool:
+        """Tell whether a part attends to rows below its own."""
+        return any(part.start for part in self.parts)
 
     def leave(self, number: int) -> None:
         """The request of that part has left."""
@@ -381,4 +387,21 @@ class GroupRunner(Runner, Protocol):
 
     def launch_padding(self, streams: Streams, layer: int, rows: int) -> None:
         """Take part on `compute` in a unit of `layer`, padded to `rows` on each rank, without a prompt."""
+        ...
+
+    def launch_split(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        prompts: PromptPass,
+        unit: PassUnit,
+        owner: int,
+        written: UnitWritten = no_listener,
+    ) -> None:
+        """Take this rank's stripe of a unit of the pass of rank `owner`, on `compute`. All ranks launch the same units
+        of the same parts, one of whose rows lies in the unit; on the others `state` is a guest view, and a part's
+        seat its number.
+
+        As launch_unit for the owner: rows of the span of all ranks are its own, and states, once the last unit ran.
+        `written`: no rows of the span change any more, and from then on earlier rows are read."""
         ...

@@ -73,6 +73,7 @@ class PromptBlock:
     stop: int
     pieces: list[tuple[int, PromptPart]]  # with the number of the part: of those that had not left at launch
     projected: mla.Projected | None = None
+    is_guest: bool = False  # of a prompt whose owner is another rank (splitting.py)
 
     @classmethod
     def of(cls, prompts: ModelPass, first: int, stop: int) -> PromptBlock:
@@ -91,6 +92,10 @@ class PromptBlock:
         """A piece of part `number` among the tokens of that part."""
         start = self.prompts.parts[number].start
         return slice(piece.start - start, piece.stop - start)
+
+    def keys_of(self, group: int) -> int:
+        """The group of the state that has the index keys of `group`: a guest view has those of one."""
+        return 0 if self.is_guest else group
 
     def searched(self) -> PromptPieces:
         """The pieces, for prompt_topk."""
@@ -161,7 +166,7 @@ class Expanded:
     ) -> None:
         for number, piece in block.pieces:
             own = index.of_tokens(block.place(piece))
-            mask = self._mask(state, group, piece.seat, piece.start, own, scale)
+            mask = self._mask(state, block.keys_of(group), piece.seat, piece.start, own, scale)
             block.keep_last(group, number, piece, mask[-1].nonzero().flatten())
             rows = block.prompts.selection[number][block.place_in_part(number, piece)]
             rows[:, : piece.stop] = mask
@@ -218,7 +223,7 @@ class Gathered:
         rows = block.prompts.selection[block.rows]
         positions = torch.empty_like(rows)
         queries, weights = index.queries[0].contiguous(), index.weights[0].contiguous()
-        prompt_topk(state, group, block.searched(), queries, weights, scale, positions, rows)
+        prompt_topk(state, block.keys_of(group), block.searched(), queries, weights, scale, positions, rows)
         for number, piece in block.pieces:
             block.keep_last(group, number, piece, positions[block.place(piece).stop - 1])
 

@@ -53,6 +53,7 @@ from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.tokenizer_files import read_tokenizer
 from worker.device.gpu_memory import free_device_bytes
+from worker.device.passes import PassUnit
 from worker.device.sizing import require_weights_fit
 from worker.device.step_rows import StepRows, rows_max
 from worker.group.exchange import Collectives, Exchange
@@ -76,6 +77,7 @@ from worker.runners.layers import Angles, Halfway, Layer, Layers, row_multiple
 from worker.runners.logprobs import write_logprobs
 from worker.runners.prompt import Expanded, Gathered, ModelPass, PromptAttention, PromptBlock
 from worker.runners.sampling import draw
+from worker.runners.splitting import Splitting
 from worker.runners.swapping import launch_beside, launch_selection
 from worker.weights.layout import ExpertShare, exchange_bytes, prompt_scratch_bytes, weights_bytes
 from worker.weights.matmul import DECODED, Matmul, resolve_matmul
@@ -163,6 +165,9 @@ class TransformersRunner:
             Gathered(geometry.topk) if gathered else Expanded(layers.rows, layers.keys, self.dtype, geometry.topk)
         )
         self._drafting = Drafting(layers, self._prompt) if layers.draft is not None else None
+        self._splitting = (
+            Splitting(layers, self._prompt, exchange.collectives, info.layers) if exchange is not None else None
+        )
         self._gathered = gathered
         self._block_tokens_max = form_block_tokens(gathered=gathered, deterministic=deterministic_seats > 0)
         if exchange is not None:
@@ -353,6 +358,24 @@ class TransformersRunner:
     def launch_padding(self, streams: Streams, layer: int, rows: int) -> None:
         """One operation on `compute`."""
         streams.compute.launch(f"prompt pad {layer}", partial(self._pad, self._layers[layer], rows))
+
+    def launch_split(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        prompts: PromptPass,
+        unit: PassUnit,
+        owner: int,
+        written: UnitWritten = no_listener,
+    ) -> None:
+        """Two operations on `compute`, as of a unit. Raises InternalError outside of a group."""
+        if self._splitting is None:
+            raise InternalError("this runner has no other ranks")
+        compute, layer, split = streams.compute, self._layers[unit.layer], self._splitting
+        part = split.unit(_own(prompts), unit, owner)
+        compute.launch(f"prompt project {unit.layer}", partial(split.project, part, state, layer))
+        written()
+        compute.launch(f"prompt attend {unit.layer}", partial(split.attend, part, state, layer))
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
         """Three operations per layer on `compute`, a selection, and a swap-in or a replay (swapping.py).

@@ -82,6 +82,7 @@ FENCES: Final[dict[str, FenceSpec]] = {
     "chunk_reclaimed": _spec("compute", "load", "rows are loaded into chunks that launched steps still read"),
     "mask_ready": _spec("masks", "compute", "draws read the masks of this step, of requests with a grammar"),
     "sampled": _spec("compute", "host", "the host reads the tokens of a step"),
+    "dealt": _spec("compute", "host", "the host reads which parts a split pass of another rank has"),
     "wishes_gathered": _spec("compute", "host", "the host reads what the ranks of a group wish to run next"),
     "quiesced": _spec(
         "compute stage backup load refill", "host", "memory of a request that left goes to another owner"

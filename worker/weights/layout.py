@@ -59,6 +59,8 @@ PASSES_HELD: Final = 3
 #: What prompt_topk holds on a GPU: lists (kernels/cuda/prompt_index.py: scratch_bytes), or scores in float32
 #: (kernels/cuda/prompt_topk.py: SCORES_MAX).
 TOPK_SCRATCH_BYTES: Final = 4 << 24
+#: Rows that a rank's split pass sends to the others at once (worker/runners/splitting.py).
+EARLIER_ROWS_MAX: Final = 16_384
 #: Of a token id on the device.
 TOKEN_BYTES: Final = 8
 
@@ -222,6 +224,7 @@ def prompt_scratch_bytes(
     A pass keeps tokens, hidden states, angles and selection. A block holds its projections while tokens select, its
     queries, latents and values while they attend, and then what an MLP or experts make of it; the largest of the three
     counts. The experts of a group's `ranks` take rows of all of them, EXPERT_ROWS_MAX together or those of one rank.
+    In a pass that ranks split, they gather rows and index keys, and behind the last layer states.
     Raises ConfigError naming a field that is absent or unfit.
     """
     _require_dimensions(config, (*DIMENSIONS, "index_topk", "num_experts_per_tok"))
@@ -234,7 +237,12 @@ def prompt_scratch_bytes(
     computing = value * max(_mlp_values(config, rows_max), _experts_values(config, rows_max, ranks))
     computing = max(computing, _quantized_experts_bytes(config, rows_max, ranks, value))
     residual = rows_max * (3 * value * hidden + 4 * config.index_topk)  # states, their sum and its norm; selection
-    return int(passes * pass_tokens * kept + residual + max(selecting, attending, computing))
+    gathering = 0
+    if ranks > 1:
+        gathered, sent = pass_tokens + ranks, ceil(pass_tokens / ranks)
+        residual += value * (gathered + sent + EARLIER_ROWS_MAX) * (row + config.index_head_dim) + TOPK_SCRATCH_BYTES
+        gathering = value * hidden * (gathered + sent)
+    return int(passes * pass_tokens * kept + residual + max(selecting, attending, computing, gathering))
 
 
 def _mlp_values(config: Any, rows: int) -> int:

@@ -114,7 +114,7 @@ def test_too_few_gpus_are_refused_with_the_arithmetic() -> None:
         choose_group_size(GPU, 4, [H200] * 4, DEEPSEEK)
     assert (refused.value.field, refused.value.value) == ("group-size", "4")
     assert "the weights take 184.5 GB" in refused.value.message
-    assert "and the exchange 0.8 GB and prompt passes 3.1 GB of 141.0 GB" in refused.value.message
+    assert "and the exchange 0.8 GB and prompt passes 3.2 GB of 141.0 GB" in refused.value.message
     assert "start 8 workers, which fit as one group" in refused.value.remedy
 
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from coordinator.memory.ledger import Ledger
 from hisparse.cli import main
 from kernels.layout import Geometry
+from kernels.state import DeviceState
 from protocol.byte_sizes import parse_size
 from protocol.config import HostFacts, build
 from protocol.config_checks import SEATS_MAX
@@ -32,6 +33,7 @@ from protocol.sizing import Length, Memory, hot_sizes_for, misfit, page_limit
 from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS, managed_chunks, pages_for
 from tests import ROOT
 from worker.device.capacity import MemoryPlan, plan
+from worker.device.passes import PARTS_MAX
 from worker.device.sizing import DEVICE_SHARE, STEP_SHARE, Sizing, auto_budget, size_worker
 from worker.group.exchange import Alike, Exchange
 from worker.loop.reuse import WARM_UP_STEPS
@@ -133,6 +135,21 @@ def test_slab_holds_two_layers_of_the_longest_prompt(context: int) -> None:
     packed = (found.slab_pages - longest) * geometry.slab_page_bytes
     assert 0 < packed <= min(parse_size("20GB", "") // 32, 262_144 * 2 * FP8_ROW)
     assert not misfit(Length(context - 100, 0, 100), found.capacity, "w0")
+
+
+def test_slab_of_ranks_that_split_prompts_counts_what_guests_take() -> None:
+    """Index keys of one group, and their tables; not where ranks split nothing."""
+    kinds = {"context_max_tokens": 4_096, "group_size": 8}
+    geometry, plain = deepseek(), sized(**kinds, split_tokens=0)
+    assert plain.slab_page_bytes == sized(**kinds, deterministic=True).slab_page_bytes == geometry.slab_page_bytes
+    assert sized(context_max_tokens=4_096).slab_page_bytes == geometry.slab_page_bytes
+    splitting = sized(**kinds)
+    sizes = dict.fromkeys(("seats", "chunks", "index_pages", "max_pages", "max_chunks", "tail_slots"), 1)
+    host = torch.zeros(1, geometry.page_bytes, dtype=torch.uint8)
+    guest = DeviceState.allocate(geometry, slab_pages=splitting.slab_pages, host=host, **sizes).guest(PARTS_MAX)
+    taken = sum(it.numel() * it.element_size() for it in (guest.slab_rows, guest.index_keys, guest.slab_table))
+    assert taken == splitting.slab_pages * splitting.slab_page_bytes
+    assert splitting.device_bytes <= parse_size("30GB", "")
 
 
 # ---------------------------------------------------------------- what a plan says is what a worker has
@@ -396,7 +413,7 @@ def test_eight_gpus_of_141_gb_hold_671_billion_parameters(tmp_path: Path) -> Non
     assert BLOCK_TOKENS_MAX > SEATS_MAX, "a block of a prompt has more rows than any step"
     text = " ".join(size(config, *WHOLE, "--gpu-mem", "141GB", "--group-size", "8").split())
     assert "Weights on each GPU of a group of 8:" in text
-    assert "Buffers for the exchange of rows: 1.4 GiB. Prompt passes: 2.8 GiB." in text
+    assert "Buffers for the exchange of rows: 1.4 GiB. Prompt passes: 2.9 GiB." in text
 
 
 def test_ranks_that_draft_hold_a_share_of_the_draft_layer(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import InternalError
-from worker.device.passes import PASSES_MAX, PassPlace
+from worker.device.passes import NOT_SPLIT, PASSES_MAX, PassPlace
 from worker.group.agreement import Agreement, Round, RoundKind, Wish
 
 PASS = 64
@@ -20,14 +20,16 @@ LAYERS = 3
 SIZES = [1, 2, 4, SEATS]
 
 
-def agreement(lag: int = 2, *, layers: int = LAYERS, fixed_block: int = 0) -> Agreement:
-    return Agreement(lag=lag, batch_sizes=SIZES, layers=layers, fixed_block=fixed_block)
+def agreement(lag: int = 2, *, layers: int = LAYERS, fixed_block: int = 0, split_tokens: int = 0) -> Agreement:
+    return Agreement(lag=lag, batch_sizes=SIZES, layers=layers, fixed_block=fixed_block, split_tokens=split_tokens)
 
 
 @dataclass
 class Rank:
     """A rank with prompts to compute and rows to decode, `steps` for each. Of a pass it brings its first prompts, and
-    of one that preempts another its first prompt, if that is short. `passes`: what it brings to each open one."""
+    of one that preempts another its first prompt, if that is short. `passes`: what it brings to each open one.
+
+    A token takes a page, of `pages`. Of a pass that ranks split, its owner brings as much as all have rows and lend."""
 
     agreement: Agreement
     prompts: list[int] = field(default_factory=list)
@@ -36,6 +38,9 @@ class Rank:
     units: int = 1
     unread: list[list[Wish]] = field(default_factory=list)
     passes: list[tuple[PassPlace, list[int]]] = field(default_factory=list)
+    pages: int = 1_000
+    number: int = 0
+    ranks: int = 1
 
     @property
     def has_work(self) -> bool:
@@ -55,7 +60,8 @@ class Rank:
             self.rows = [left - 1 for left in self.rows[:rows] if left > 1] + self.rows[rows:]
         tokens = min(PASS, sum(self.prompts))
         urgent = sum(self._urgent(PASS)) if len(self.passes) == 1 else 0
-        return Wish(min(SEATS, len(self.rows)), tokens, urgent, self.block, self.units)
+        pages = tokens or self.pages - sum(sum(brought) for _, brought in self.passes)
+        return Wish(min(SEATS, len(self.rows)), tokens, urgent, self.block, self.units, pages)
 
     def _urgent(self, limit: int) -> list[int]:
         (place, brought) = self.passes[0]
@@ -64,16 +70,28 @@ class Rank:
 
     def _take_unit(self, this: Round) -> None:
         if this.opens:
-            brought = self._urgent(this.pass_rows) if self.passes else self._first(this.pass_rows)
+            brought = self._brought(this)
             self.prompts = self.prompts[len(brought) :]
-            self.passes.append((PassPlace(this.pass_number, this.pass_rows, LAYERS), brought))
+            block = this.size if this.owner != NOT_SPLIT else 0
+            place = PassPlace(this.pass_number, this.pass_rows, LAYERS, owner=this.owner, block=block)
+            self.passes.append((place, brought))
         place, brought = self.passes[-1]
-        assert (place.number, place.rows) == (this.pass_number, this.pass_rows)
-        assert sum(brought) <= place.rows
+        assert (place.number, place.rows, place.owner) == (this.pass_number, this.pass_rows, this.owner)
+        assert sum(brought) <= place.rows * (self.ranks if this.owner == self.number else 1)
+        assert this.unit == place.unit(this.size)
         place.launched(this.unit)
         if place.is_over:
             self.passes.pop()
             self.rows += [3] * len(brought)
+
+    def _brought(self, this: Round) -> list[int]:
+        if this.owner == NOT_SPLIT:
+            return self._urgent(this.pass_rows) if self.passes else self._first(this.pass_rows)
+        assert not self.passes, "a split pass preempts none"
+        if this.owner != self.number:
+            assert this.pages <= self.pages
+            return []
+        return self._first(min(self.ranks * this.pass_rows, PASS, this.pages))
 
     def _first(self, limit: int) -> list[int]:
         """Prompts in order that fit; a longer one is cut."""
@@ -92,6 +110,10 @@ class Rank:
 class Group:
     ranks: Sequence[Rank]
     rounds: list[Round] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for number, rank in enumerate(self.ranks):
+            rank.number, rank.ranks = number, len(self.ranks)
 
     def run_round(self) -> Round | None:
         """One round of all ranks; None: they all sleep, and none has work."""
@@ -124,12 +146,24 @@ WORK = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 2
 
 
 @settings(max_examples=200)
-@given(WORK, st.integers(1, 4), st.integers(1, 2), st.lists(st.integers(8, 40), min_size=4, max_size=4))
+@given(
+    WORK,
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.lists(st.integers(8, 40), min_size=4, max_size=4),
+    st.sampled_from((0, 1, 30)),
+    st.lists(st.integers(40, 90), min_size=4, max_size=4),
+)
 def test_ranks_agree_and_all_work_is_done(
-    arrivals: list[tuple[int, int, int]], size: int, lag: int, blocks: list[int]
+    arrivals: list[tuple[int, int, int]], size: int, lag: int, blocks: list[int], least: int, pages: list[int]
 ) -> None:
-    """`arrivals`: rounds to run before, rank, tokens of the prompt."""
-    group = Group([Rank(agreement(lag), block=block, units=block % 3 + 1) for block in blocks[:size]])
+    """`arrivals`: rounds to run before, rank, tokens of the prompt. `least` tokens are split, by ranks with `pages`."""
+    group = Group(
+        [
+            Rank(agreement(lag, split_tokens=least), block=block, units=block % 3 + 1, pages=count)
+            for block, count in zip(blocks[:size], pages, strict=False)
+        ]
+    )
     for rounds, rank, tokens in arrivals:
         for _ in range(rounds):
             group.run_round()
@@ -184,6 +218,57 @@ def test_pass_has_the_rows_of_the_rank_that_brings_most() -> None:
     assert group.run_round() == Round(2, RoundKind.PROMPT, 4, 1, 20, 0, BLOCK)
     assert group.run_round() == Round(3, RoundKind.PROMPT, BLOCK, 1, 20, 1, 0)
     assert [sum(rank.passes[0][1]) for rank in group.ranks] == [5, 20, 0]
+
+
+def splitting(*ranks: Rank) -> Group:
+    for rank in ranks:
+        rank.agreement = agreement(split_tokens=20)
+    return Group(ranks)
+
+
+def test_prompts_of_one_rank_alone_are_split() -> None:
+    """Each rank has a third of the rows, in units of one size, and the pages that the others lend."""
+    group = splitting(Rank(agreement(), pages=90), Rank(agreement(), prompts=[50]), Rank(agreement(), pages=70))
+    group.run_round()
+    assert group.run_round() == Round(1, RoundKind.PROMPT, BLOCK, 1, 17, 0, 0, 1, 70)
+    assert group.run_round() == Round(2, RoundKind.PROMPT, 1, 1, 17, 0, BLOCK, 1)
+    for rank in group.ranks:
+        rank.block = 5
+    group.run()
+    assert [this.size for this in group.units] == [BLOCK, 1] * LAYERS
+    assert [sum(rank.rows) for rank in group.ranks] == [0, 0, 0], "its owner decodes alone"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "pages"), [(([50], [1]), (90, 90)), (([19], []), (90, 90)), (([50], []), (90, 49))]
+)
+def test_others_are_not_split(prompts: tuple[list[int], list[int]], pages: tuple[int, int]) -> None:
+    """Where another rank has a prompt, where it is short, where another rank lends too few pages."""
+    group = splitting(
+        *(Rank(agreement(), prompts=[*own], pages=count) for own, count in zip(prompts, pages, strict=True))
+    )
+    group.run()
+    assert {(this.owner, this.pages) for this in group.units} == {(NOT_SPLIT, 0)}
+
+
+def test_rank_that_gets_a_prompt_ends_the_split_at_the_next_pass() -> None:
+    group = splitting(Rank(agreement(), prompts=[3 * PASS]), Rank(agreement()))
+    while not group.units or group.units[-1].pass_number < 2:
+        group.run_round()
+    group.ranks[1].prompts.append(PASS)
+    group.run()
+    owners = {this.pass_number: this.owner for this in group.units}
+    assert owners == {1: 0, 2: 0, 3: NOT_SPLIT}
+
+
+def test_pass_that_preempts_a_split_one_is_not_split() -> None:
+    group = splitting(Rank(agreement(), prompts=[PASS]), Rank(agreement()))
+    for _ in range(2):
+        group.run_round()
+    group.ranks[1].prompts.append(5)
+    group.run()
+    assert {this.pass_number: this.owner for this in group.units} == {1: 0, 2: NOT_SPLIT}
+    assert [this.pass_number for this in group.units][-1] == 1
 
 
 def test_shorter_prompt_of_any_rank_preempts_and_the_pass_goes_on_behind_it() -> None:

@@ -44,6 +44,7 @@ SETTINGS = WorkerSettings(
     hot_size_classes=(64, 128, 256),
     tail_slots=3,
     pass_tokens=64,
+    split_tokens=24,
     context_max_tokens=512,
     host_mem="32MiB",
     device_mem="32MiB",
@@ -172,10 +173,14 @@ def test_mixed_requests_get_the_tokens_of_generate(
     assert not wrong(checkpoint, asks, drawn)
 
 
-def test_prompts_on_one_rank_alone_leave_the_others_idle(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+def test_prompts_on_one_rank_alone_are_split_by_all(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    """Or leave the others idle, where that is set. Requests are retracted amid passes, and passes have several."""
     asks = [[], asks_of(8, seed=5), []]
-    drawn = run(checkpoints("deepseek-v3.2"), tmp_path / "run", asks, SETTINGS)
-    assert not wrong(checkpoints("deepseek-v3.2"), asks, drawn)
+    for split_tokens in (24, 0):
+        settings = msgspec.structs.replace(SETTINGS, split_tokens=split_tokens)
+        drawn = run(checkpoints("deepseek-v3.2"), tmp_path / f"run {split_tokens}", asks, settings)
+        assert not wrong(checkpoints("deepseek-v3.2"), asks, drawn)
+        assert bool(drawn[1].split_units) == bool(split_tokens)
 
 
 def test_ranks_that_draft_give_the_tokens_of_generate(checkpoints: Callable[..., Path], tmp_path: Path) -> None:

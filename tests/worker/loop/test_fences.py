@@ -288,8 +288,9 @@ def test_every_scenario_holds_with_all_fences(scenario: Callable[[MakeStreams], 
 
 
 def test_every_fence_has_a_scenario() -> None:
-    """tests/worker/loop/test_rounds.py leaves out wishes_gathered, test_transformers_dsa.py those of experts."""
-    assert SCENARIOS.keys() | {"wishes_gathered", "normed", "shared"} == FENCES.keys()
+    """tests/worker/loop/test_rounds.py leaves out wishes_gathered, tests/worker/group/test_splitting.py dealt,
+    test_transformers_dsa.py those of experts."""
+    assert SCENARIOS.keys() | {"wishes_gathered", "dealt", "normed", "shared"} == FENCES.keys()
 
 
 @pytest.mark.mutation

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.units import PAGE_TOKENS, pages_for
-from worker.loop.prompt_order import AGING_TOKENS, PARTS_MAX, PromptOrder, Taken, WaitingPrompt
+from worker.device.passes import PARTS_MAX
+from worker.loop.prompt_order import AGING_TOKENS, PromptOrder, Taken, WaitingPrompt
 
 PASS = 8_192
 #: Pages of a slab that bounds no pass.

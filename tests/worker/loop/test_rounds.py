@@ -46,6 +46,9 @@ class EchoingPeer:
     def all_to_all(self, output: Tensor, parts: Tensor) -> None:
         raise NotImplementedError
 
+    def broadcast(self, data: Tensor, source: int) -> None:
+        raise NotImplementedError
+
 
 @dataclass
 class FakeControl:
@@ -133,6 +136,9 @@ class LoneRank:
         output.copy_(own)
 
     def all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        raise NotImplementedError
+
+    def broadcast(self, data: Tensor, source: int) -> None:
         raise NotImplementedError
 
 
@@ -223,7 +229,7 @@ def test_pass_is_preempted_by_as_many_rows_as_it_has_on_all_ranks_together() -> 
     while not prompts.depth:
         rig.turn()
     (below,) = prompts._open
-    assert prompts.wished() == (64, 0), "the next pass goes on behind this one"
+    assert prompts.wished() == (64, 0, 2), "the next pass goes on behind this one"
     prompts.open(40)
     assert (prompts.depth, below.preempting) == (2, 40)
     assert prompts._open[1].launched is None
