@@ -180,10 +180,10 @@ def code_of_attention(defines: jit.Defines) -> list[Instruction]:
 @attention_variants
 def test_products_of_attention_are_asynchronous(defines: jit.Defines) -> None:
     """The last product of a group alone is counted, as with block_linear: scores ahead of the first turn and in each
-    turn of a round, sums twice in each, with scores and without."""
+    turn of a round, sums twice in each, with scores and without. Where scores are a turn ahead, one turn is written."""
     products = [it for it in code_of_attention(defines) if it.multiplies]
-    wide = dict(defines)["HEADS"] == 128
-    turns, sums = 3 if wide else 2, 4 if wide and dict(defines)["KEY_BYTES"] == 2 else 8
+    wide, fp8 = dict(defines)["HEADS"] == 128, dict(defines)["KEY_BYTES"] == 1
+    turns, sums = (1 if fp8 else 3, 4) if wide else (2, 8)
     groups = 2 * (1 + turns) * [18] + 2 * 2 * turns * [sums]
     assert len(products) == sum(groups)
     assert sum(it.closes_group for it in products) == len(groups)
