@@ -37,6 +37,7 @@ struct Shared {
     u64 met;                          // all consumers are here
     u32 begin;                        // where this lies, as descriptors count
 };
+static_assert(sizeof(Shared) <= SHARED_BYTES, "as the launcher asks for");
 
 // What the parts of a result tell one another in the end.
 struct Account {
