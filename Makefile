@@ -103,9 +103,9 @@ prometheus:
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --start $(START)
 
-# By which seeds each planted bug is caught: tests/sim/mutant_hints.json anew, 15 minutes.
+# By which seeds each planted bug is caught: tests/sim/mutant_hints.json anew, 15 minutes; of some, MUTANTS="NAME NAME".
 mutants: $(STAMP)
-	$(BIN)/python -m tests.sim.mutant_hints
+	$(BIN)/python -m tests.sim.mutant_hints $(MUTANTS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix --exit-zero .

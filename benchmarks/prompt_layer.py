@@ -11,12 +11,14 @@ whose rows and index keys are random. Medians of REPEATS launches of the layer, 
                the experts that this rank's tokens chose, or as many of other ranks' rows
 
 With `--gpus` each rank is a process with the worker's executor, and nothing of other ranks is synthesised. A prompt of
-`--prompt` tokens is computed with passes split and not, in turn, in one run (`--device cpu`: a tiny model, to see that
-it runs):
+`--prompt` tokens is computed with passes not split, split and not split again, in turn, in one run (`--device cpu`: a
+tiny model, to see that it runs):
 
     ttft_ms       from its admission to its first token: medians, and all
     ratio         of these medians
-    same_tokens   prompts whose OUTPUT_TOKENS are equal: rows have the bits of other shapes of products
+    same_tokens   prompts whose OUTPUT_TOKENS are equal: split, whose rows have the bits of other shapes of products;
+                  and not split again
+    first_change  of a log-probability of the first token, the largest: likewise
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.decode import PROFILED, by_kernel
-from benchmarks.prefix_gpu import Answer, PromptWorker
+from benchmarks.prefix_gpu import Answer, PromptWorker, changed
 from benchmarks.rank import FAMILY, SynthesisedRanks
 from benchmarks.rank_floor import parts_of
 from benchmarks.serve.model import config_of
@@ -46,6 +48,7 @@ from benchmarks.swap_in import machine
 from kernels.layout import Geometry
 from kernels.state import DeviceState
 from protocol.config_checks import MATMULS, WEIGHT_ONLY
+from protocol.messages import LOGPROBS_MAX
 from protocol.settings import ClusterSettings, Config, WorkerSettings
 from protocol.units import BLOCK_TOKENS_MAX, pages_for
 from worker.device.pinned import host_tensor
@@ -174,25 +177,35 @@ def split_from(worker: PromptWorker, tokens: int) -> None:
 
 def lead(worker: PromptWorker, ranks: Ranks, repeats: int) -> dict[str, Any]:
     """Times of the prompts of rank 0, and what became of them."""
-    found: dict[int, list[Answer]] = {0: [], SPLIT: []}
+    plain, split, again = runs = list[Answer](), list[Answer](), list[Answer]()
     for seed in range(1 + repeats):
-        for tokens, answers in found.items():
+        for tokens, answers in zip((0, SPLIT, 0), runs, strict=True):
             ranks.say(str(tokens))
             split_from(worker, tokens)
-            answers.append(worker.answer(seed))
+            answers.append(worker.answer(seed, logprobs=LOGPROBS_MAX))
     ranks.say(DONE)
-    plain, split = ([round(1e3 * one.first_s, 2) for one in found[tokens][1:]] for tokens in (0, SPLIT))
+    plain_ms, split_ms = ([round(1e3 * one.first_s, 2) for one in answers[1:]] for answers in (plain, split))
     return {
         "prompt": worker.tokens,
         "split_units": worker.executor.counters.split_units,
-        "ttft_ms": statistics.median(plain),
-        "ttft_split_ms": statistics.median(split),
-        "ratio": round(statistics.median(split) / statistics.median(plain), 3),
-        "all_ms": plain,
-        "all_split_ms": split,
-        "same_tokens": sum(one.tokens == other.tokens for one, other in zip(*found.values(), strict=True)),
+        "ttft_ms": statistics.median(plain_ms),
+        "ttft_split_ms": statistics.median(split_ms),
+        "ratio": round(statistics.median(split_ms) / statistics.median(plain_ms), 3),
+        "all_ms": plain_ms,
+        "all_split_ms": split_ms,
+        "same_tokens": [sum(map(has_same_tokens, plain, other)) for other in (split, again)],
+        "first_change": [round(max(map(first_change, plain, other)), 4) for other in (split, again)],
         "of": 1 + repeats,
     }
+
+
+def has_same_tokens(one: Answer, other: Answer) -> bool:
+    return one.tokens == other.tokens
+
+
+def first_change(one: Answer, other: Answer) -> float:
+    """The largest change of a log-probability of the first token."""
+    return changed(one.logprobs[0], other.logprobs[0])
 
 
 def follow(worker: PromptWorker, ranks: Ranks) -> None:

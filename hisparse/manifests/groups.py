@@ -14,8 +14,8 @@ pool can wedge its node (docs/known-bugs.md).
 
 Rejected: a pod for each rank (each would have its own pool, and NCCL no access to the neighbour's memory);
 RecreateGroupOnPodRestart (new pods have empty pools: all requests would be prefilled again); emptyDir volumes of medium
-HugePages for the pool (hugetlbfs has no write(2), with which its header is made, and reserves pages for ever; the
-kernel is asked for transparent huge pages of tmpfs instead).
+HugePages for the pool (hugetlbfs has no write(2), with which its header is made, and reserves pages for ever;
+transparent huge pages of tmpfs are taken instead).
 """
 
 from __future__ import annotations

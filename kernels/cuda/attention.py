@@ -245,7 +245,8 @@ def is_wide(form: RowFormat, queries: torch.dtype) -> bool:
 
 def hopper_defines(kind: str, heads: int) -> Defines:
     """Return macros for rows of `kind`, bfloat16 or fp8, and heads of a pair of thread blocks, 64 or 128."""
-    return (("HEADS", heads), ("KEY_BYTES", 1 if kind == "fp8" else 2), ("WGMMA", 1))
+    key_bytes = 1 if kind == "fp8" else 2
+    return (("HEADS", heads), ("KEY_BYTES", key_bytes), ("SHARED_BYTES", HOPPER_SHARED_BYTES), ("WGMMA", 1))
 
 
 @lru_cache(maxsize=8)

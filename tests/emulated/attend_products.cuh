@@ -30,6 +30,7 @@ inline void arrive_copied(u32 barrier) {
 }
 template <class T> void load_here(T& v, const u8* at) { std::memcpy(&v, at, sizeof v); }
 inline int renewed(int value) { return value; }
+inline u32 loaded(const u32& word) { return word; }
 inline void decode(u32 word, float scale, u32& low, u32& high) {
     float values[4];
     for (int i = 0; i < 4; ++i) {

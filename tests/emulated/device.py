@@ -150,7 +150,7 @@ THREADS: Final = {"swap_in": 768, "prompt_index": 640, "prompt_merge": 1024, "at
 
 def threads_of(kernel: str, defines: dict[str, int]) -> int:
     """Return the threads of a block, the launch bound of the kernel's source."""
-    few = kernel == "attend_rows" and (defines["KEY_BYTES"], defines["HEADS"]) == (2, 128)  # fewer warps gather
+    few = kernel == "attend_rows" and defines["HEADS"] == 128  # fewer warps gather
     return THREADS.get(kernel, 0) - 128 * few
 
 

@@ -16,7 +16,7 @@ from tests.house.test_api import blocks
 from tests.processes.test_up import Up, running
 from worker.runners.tiny import write_tiny_checkpoint
 
-cluster_test = [pytest.mark.process, pytest.mark.timeout(240)]
+cluster_test = [pytest.mark.process, pytest.mark.timeout(900)]
 OPENED = "hisparse.open_client()"
 LIMIT_S = 120
 REQUESTS = 3

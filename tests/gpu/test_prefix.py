@@ -11,16 +11,22 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from benchmarks.decode import make_pool  # noqa: E402
+from benchmarks.prefix_gpu import PromptWorker  # noqa: E402
+from protocol.messages import LOGPROBS_MAX  # noqa: E402
 from tests.gpu.delay import hold_back  # noqa: E402
 from tests.support.worker_rig import Rig  # noqa: E402
 from tests.worker.loop.test_model import start  # noqa: E402
 from tests.worker.loop.test_prefix import PAGES, Pair  # noqa: E402
+from worker.runners.synthetic import synthetic_config, synthetic_runner  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
 from worker.streams import make_streams  # noqa: E402
 from worker.streams.cuda import CudaStream, CudaStreams  # noqa: E402
 
 #: How late each load is: several steps.
 DELAY_S = 0.02
+#: Tokens of a long prefix, in whole pages.
+LONG = 74_112
 
 
 def late_loads(omit: tuple[str, ...] = ()) -> CudaStreams:
@@ -78,3 +84,17 @@ def test_a_shared_prefix_changes_no_bit(family: str, dtype: str, tmp_path: Path)
     assert rig.logits.keys() == logits.keys()
     assert all(torch.equal(rig.logits[step], logits[step]) for step in logits)
     assert torch.equal(rig.host[pages], before)
+
+
+@pytest.mark.parametrize("new", [256, 753])
+def test_a_long_prompt_has_the_same_bits_each_time(new: int) -> None:
+    """At real dimensions, computed whole and behind a restored prefix: whatever is late, a run repeats itself."""
+    config = synthetic_config("deepseek-v3.2", 4)
+    runner = synthetic_runner(config, kv_dtype="fp8")
+    worker = PromptWorker(runner, make_pool(runner.geometry, config, 1), LONG + new, pass_tokens=8_192)
+    try:
+        for prefix, times in ((0, 2), (LONG, 6)):
+            answers = [worker.answer(5, prefix, logprobs=LOGPROBS_MAX) for _ in range(times)]
+            assert len({(answer.tokens, answer.logprobs) for answer in answers}) == 1
+    finally:
+        worker.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 
 import pytest
@@ -32,10 +33,11 @@ def test_page_names_exactly_the_public_names(section: str) -> None:
     assert sorted(names_of(section)) == sorted(PUBLIC[section].__all__)
 
 
-def test_the_page_names_every_call_of_a_client() -> None:
-    calls = {name for name in vars(hisparse.Client) if not name.startswith("_")} - {"endpoint", "lost", "reconnects"}
-    (row,) = (line for line in (ROOT / "docs" / "api.md").read_text().splitlines() if line.startswith("| `Client`"))
-    assert {word.strip(",;") for word in row.split("|")[2].replace("for admins", "").split()} == calls
+def test_every_call_of_a_client_says_what_it_does() -> None:
+    """The page sends readers there."""
+    calls = {name: it for name, it in vars(hisparse.Client).items() if not name.startswith("_")}
+    assert {"submit", "drain", "stop"} <= calls.keys()
+    assert [name for name, it in calls.items() if inspect.isroutine(it) and not inspect.getdoc(it)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

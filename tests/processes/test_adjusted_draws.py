@@ -42,14 +42,14 @@ Disturbance: TypeAlias = Callable[[], Awaitable[None]]
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
-REQUESTS = 24
+REQUESTS = 16
 NEW_TOKENS = 24
 #: Between a log-probability and the reference's: of nine in ten tokens, and of those where a near-tie at the edge of
 #: the indexer's top-k falls the other way.
 LOGPROB_BOUND = 1e-4
 LOGPROB_BOUND_OF_TIES = 1e-2
 #: Of the request during which the coordinator dies.
-LATE = Sampling(120, ignore_eos=True, logprobs=20)
+LATE = Sampling(60, ignore_eos=True, logprobs=20)
 
 
 #: One that goes on to the end, one that may end early, and one of each kind that bodies ask for.
@@ -139,12 +139,13 @@ async def test_adjusted_draws_and_log_probabilities_survive_moves_and_deaths(mod
     outputs = [Received() for _ in prompts]
     async with cluster_of_two(crash_config(model, tmp_path), tmp_path, kept=True) as (cluster, client, _):
         async with trio.open_nursery() as disturbance:
-            disturbance.start_soon(disturb, client, 2, moves)
+            disturbance.start_soon(disturb, client, 2, moves, REQUESTS)
             disturbance.start_soon(release_held, client, moves)
             async with trio.open_nursery() as nursery:
                 for number, (prompt, sampling) in enumerate(zip(prompts, asked, strict=True)):
                     nursery.start_soon(collect, client, f"churned-{number}", prompt, sampling, outputs[number])
-                await trio.sleep(2)
+                while sum(len(it.tokens) for it in outputs) < REQUESTS * NEW_TOKENS // 4:  # noqa: ASYNC110
+                    await trio.sleep(0.02)
                 cluster.workers["w0"].signal(signal.SIGKILL)
             disturbance.cancel_scope.cancel()
         await client.undrain()
@@ -239,6 +240,7 @@ async def test_grammars_survive_deaths_of_a_rank_and_of_the_coordinator(model: P
     assert_held(model, prompts, outputs)
 
 
+@pytest.mark.deep
 async def test_grammars_go_with_requests_from_node_to_node(model: Path, tmp_path: Path) -> None:
     """Prompts are computed on one node, with their first tokens, and decoded on another; one of them twice, since its
     request is retracted with its pages dropped. Then the coordinator dies."""

@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 DRAFTS = 2
 REQUESTS = 6
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 HOT_SLOTS = 64
 PROMPTS = prompts_of(24, REQUESTS)
 SAMPLINGS = [
@@ -219,6 +219,7 @@ async def test_turn_reuses_pages_that_were_written_with_drafts(models: dict[str,
 
 
 @pytest.mark.pd
+@pytest.mark.deep
 async def test_prefill_and_decode_nodes_draft_and_reuse(models: dict[str, Path], tmp_path: Path) -> None:
     """The draft layer's rows travel with the model's; each node reuses what it has."""
     config = reusing(models["deepseek-v3.2"], tmp_path)

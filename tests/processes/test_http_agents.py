@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 LIMIT_S: Final = 240.0
 MODEL: Final = "model"
-TURNS: Final = 8
+TURNS: Final = 5
 #: Tokens of a page: prefixes are reused by pages.
 UNIT: Final = 64
 OURS: Final = {"ignore_eos": True, "temperature": 0}

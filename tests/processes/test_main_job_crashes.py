@@ -35,7 +35,7 @@ from tests.support.cluster_rig import (
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 REQUESTS = 8
-NEW_TOKENS = 64
+NEW_TOKENS = 40
 #: Of a worker's way back, on busy cores.
 LIMIT_S = 150.0
 #: How long pages stay quarantined while requests wait for pages.
@@ -87,7 +87,7 @@ async def test_workers_killed_in_turn_change_no_output(model: Path, tmp_path: Pa
 
         async def disturb() -> None:
             for kill, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
-                await until_decoding(client, "crashed-", f"w{kill}", 6 + 20 * kill)
+                await until_decoding(client, "crashed-", f"w{kill}", 6 + 12 * kill)
                 await trio.sleep(dice.uniform(0.0, 0.2))
                 child = cluster.workers[f"w{kill}"]
                 child.signal(number)
@@ -141,6 +141,7 @@ async def test_stopped_and_continued_worker_does_no_harm(model: Path, tmp_path: 
     assert quarantined > 0
 
 
+@pytest.mark.deep
 async def test_poison_alone_is_failed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I5: of a request that ends its worker each time that it is admitted."""
     prompts, poison = prompts_of(13, REQUESTS), "crashed-5"

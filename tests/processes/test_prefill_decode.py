@@ -154,9 +154,8 @@ async def test_rows_prefilled_on_a_node_are_decoded_on_another(
     assert "w2" in " ".join(line.reason for line in history) or "w3" in " ".join(line.reason for line in history)
 
 
-@pytest.mark.parametrize(
-    "victim", [pytest.param("w0", id="prefills", marks=pytest.mark.deep), pytest.param("w2", id="decodes")]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("victim", [pytest.param("w0", id="prefills"), pytest.param("w2", id="decodes")])
 async def test_a_worker_killed_amid_transfers_costs_no_output(
     model: Path, colocated: list[list[int]], tmp_path: Path, victim: str
 ) -> None:

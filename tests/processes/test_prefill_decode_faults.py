@@ -74,6 +74,7 @@ async def received(nodes: Nodes, metric: str) -> float:
     return (await nodes.samples(f"w{len(nodes.spots) - 1}", f"hisparse_transfer_{metric}_total", "end"))["receiver"]
 
 
+@pytest.mark.deep
 async def test_refusing_decode_node_is_asked_again(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
@@ -84,6 +85,7 @@ async def test_refusing_decode_node_is_asked_again(
         await assert_nothing_leaked(client)
 
 
+@pytest.mark.deep
 async def test_timed_out_transfer_begins_anew(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
@@ -128,6 +130,7 @@ async def abort_amid_transfer(client: Client, names: list[str], unchecked: Path)
     unchecked.unlink()  # noqa: ASYNC240
 
 
+@pytest.mark.deep
 async def test_repeated_messages_take_effect_once(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
@@ -140,6 +143,7 @@ async def test_repeated_messages_take_effect_once(
         await assert_nothing_leaked(client)
 
 
+@pytest.mark.deep
 async def test_corrupted_pages_are_resent_then_given_up(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
@@ -169,6 +173,7 @@ async def test_prefill_worker_dies_during_a_write(
         await assert_nothing_leaked(client)
 
 
+@pytest.mark.deep
 async def test_late_write_reaches_no_other_request(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:

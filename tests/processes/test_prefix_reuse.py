@@ -108,6 +108,7 @@ async def test_deterministic_mode_reuses_whole_chunks_of_prompts_and_gives_the_s
     assert said[0] == said[1]
 
 
+@pytest.mark.deep
 async def test_reuse_survives_workers_and_is_empty_after_the_coordinator(model: Path, tmp_path: Path) -> None:
     """Both workers are killed between two turns, then the coordinator."""
     config = reusing(model, tmp_path)

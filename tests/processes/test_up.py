@@ -145,7 +145,7 @@ def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         assert second.returncode == 4
         assert "already running there" in second.stderr
         assert json.loads((tmp_path / "ready.json").read_text()) == up.ready, "the ready file is that of the first"
-        command = [*HISPARSE, "submit", "to be finished", "--max-tokens", "300", "--ignore-eos", "-o", "jsonl"]
+        command = [*HISPARSE, "submit", "to be finished", "--max-tokens", "120", "--ignore-eos", "-o", "jsonl"]
         follower = subprocess.Popen(
             [*command, "--runtime-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -153,7 +153,7 @@ def test_up_serves_until_ctrl_c_and_drains(model: Path, tmp_path: Path) -> None:
         follower.stdout.readline()
         up.process.send_signal(signal.SIGINT)
         last = follower.communicate(timeout=LIMIT_S)[0].splitlines()[-1]
-        assert json.loads(last)["generated_tokens"] == 300  # drained, not dropped
+        assert json.loads(last)["generated_tokens"] == 120  # drained, not dropped
         assert up.process.wait(LIMIT_S) == 0
         assert up.left_behind() == []
 
@@ -229,11 +229,11 @@ def test_lost_worker_is_replaced_and_its_request_continues(
     monkeypatch.setenv("HISPARSE_COORDINATOR_HEARTBEAT_LIMIT_S", str(limit_s))
     with running(model, tmp_path) as up:
         name, first = up.submit_endless(), pid_of(up, "worker")
-        eventually(lambda: up.generated(name) > 100)
+        eventually(lambda: up.generated(name) > 40)
         before = up.generated(name)
         psutil.Process(first).send_signal(number)
         eventually(lambda: pid_of(up, "worker") != first)
-        eventually(lambda: up.generated(name) > before + 100)
+        eventually(lambda: up.generated(name) > before + 40)
         history = json.loads(up.hisparse("request", name, "-o", "json").stdout)["history"]
         assert [line["event"] for line in history].count("staged") == 1, history
         up.process.send_signal(signal.SIGINT)
@@ -284,12 +284,12 @@ def test_killed_coordinator_restarts_and_resumes_requests(model: Path, tmp_path:
     """I4, I5: from the journal; the worker goes on meanwhile, and nothing is prefilled again."""
     with running(model, tmp_path) as up:
         name, first = up.submit_endless(), pid_of(up, "coordinator")
-        eventually(lambda: up.generated(name) > 100)
+        eventually(lambda: up.generated(name) > 40)
         before = up.generated(name)
         psutil.Process(first).kill()
         eventually(lambda: pid_of(up, "coordinator") != first)
         eventually(lambda: up.hisparse("workers").returncode == 0)
-        eventually(lambda: up.generated(name) > before + 100)
+        eventually(lambda: up.generated(name) > before + 40)
         assert up.hisparse("audit").returncode == 0
         assert up.hisparse("abort", name).returncode == 0
         assert up.hisparse("stop").returncode == 0

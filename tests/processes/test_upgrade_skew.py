@@ -35,8 +35,9 @@ from worker.pool.file import remove_pool
 pytestmark = [pytest.mark.process, pytest.mark.upgrade, pytest.mark.timeout(600)]
 
 ROOT: Final = Path(__file__).parents[2]
-#: The last commit that speaks PROTOCOL_VERSION_MIN, or an earlier one than this where both speak it.
-COMMIT: Final = "30cd8b6a9740441e04f62a54d0f42e4b123683c7"
+MESSAGES: Final = "protocol/messages.py"
+#: Begins the line of MESSAGES that says the version.
+VERSION_LINE: Final = "PROTOCOL_VERSION: Final = "
 OLDER: Final = "older"
 NEWER: Final = "newer"
 WORKERS: Final = ("worker-0", "worker-1")
@@ -51,15 +52,30 @@ def _executed_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "subprocess", subprocess)
 
 
+def git(*arguments: str) -> bytes:
+    """What git prints; skips the test where there is no history."""
+    done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, check=False)
+    if done.returncode or not done.stdout:
+        pytest.skip(f"no history here: git {' '.join(arguments)} has no answer")
+    return done.stdout
+
+
+def older_commit() -> str:
+    """Return the last commit that speaks another protocol than this code; where no older one is served, the first that
+    speaks this one."""
+    if f"\n{VERSION_LINE}{PROTOCOL_VERSION}\n" not in git("show", f"HEAD:{MESSAGES}").decode():
+        return "HEAD"  # the change is not committed yet
+    changed = git("log", "-1", "--format=%H", "-G", f"^{VERSION_LINE}", "--", MESSAGES).decode().strip()
+    return f"{changed}^" if PROTOCOL_VERSION_MIN < PROTOCOL_VERSION else changed
+
+
 @pytest.fixture
 def older_tree(tmp_path: Path) -> Path:
-    """The code of COMMIT."""
+    """The code of `older_commit`."""
     tree = tmp_path / "older"
     tree.mkdir()
-    archive = subprocess.run(["git", "-C", ROOT, "archive", COMMIT], capture_output=True, check=False)
-    if archive.returncode:
-        pytest.skip(f"no commit {COMMIT} here")
-    subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True)
+    archive = git("archive", older_commit())
+    subprocess.run(["tar", "-x", "-C", tree], input=archive, check=True)
     return tree
 
 
@@ -151,7 +167,7 @@ class Load:
 
 @asynccontextmanager
 async def older_cluster(tmp_path: Path, tree: Path) -> AsyncIterator[tuple[Rig, Load]]:
-    """A coordinator and two workers of COMMIT, under load."""
+    """A coordinator and two workers of the older commit, under load."""
     config = cluster_config(write_model(tmp_path / "model"), tmp_path / "run", streams="inline")
     worker = msgspec.structs.replace(config.worker, pool_dir=str(tmp_path))
     config = msgspec.structs.replace(config, worker=worker)

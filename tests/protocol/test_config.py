@@ -14,6 +14,7 @@ from protocol.byte_sizes import parse_size
 from protocol.config import HostFacts, build, load, resolve, to_environ, with_metrics_ports
 from protocol.errors import ConfigError
 from protocol.settings import Config
+from tests.support.limits import HANG_LIMIT_S
 
 FACTS = HostFacts(hostname="node7", pid=42, uid=1000)
 
@@ -299,7 +300,7 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
         load(bad, environ={})
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(HANG_LIMIT_S)
 def test_pipe_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
     """It would hold a start until something writes to it."""
     os.mkfifo(tmp_path / "pipe")

@@ -26,6 +26,7 @@ from protocol.transport.keys import (
     read_server_key,
     revoke,
 )
+from tests.support.limits import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_invalid_key_is_refused_by_name(keys: Path, text: str, complaint: str) -
         read_peer_key(keys, "client")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(HANG_LIMIT_S)
 def test_missing_binary_or_endless_files_are_refused(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="No such file") as caught:
         read_server_key(keys / "nowhere")

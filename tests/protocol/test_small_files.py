@@ -10,8 +10,9 @@ import pytest
 
 from protocol.errors import ConfigError
 from protocol.small_files import JSON_BYTES_MAX, JSON_DEPTH_MAX, depth_of, read_json_object, read_small_file
+from tests.support.limits import HANG_LIMIT_S
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(HANG_LIMIT_S)
 
 
 def refusal(path: Path, *, follows_links: bool = True, bytes_max: int = 100) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from protocol.errors import ConfigError
 from protocol.tokenizer_files import read_tokenizer
+from tests.support.limits import HANG_LIMIT_S
 
 TOKENIZER = b"{}"
 
@@ -53,7 +54,7 @@ def test_a_pointer_of_git_lfs_as_a_tokenizer_file_is_called_one(tmp_path: Path, 
     assert caught.value.value == str(tmp_path / name)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(HANG_LIMIT_S)
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_pipe_as_a_tokenizer_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes(TOKENIZER)

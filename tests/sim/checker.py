@@ -148,27 +148,17 @@ class Checker(trio.abc.Instrument):
                 raise Violation("drains", f"{name} {does} in epoch {epoch}, and was told to drain in {told}")
 
     def _check_turns(self, life: CoordinatorLife) -> None:
-        """A request that arrives comes after as many of each other owner as its owner has ahead of it, and one more,
-        and before the rest; looked at where its arrival is all that has changed, whatever came before."""
+        """Check the ranks of requests that have arrived, in order, where arrivals are all that has changed, whatever
+        came before."""
         now = {entry.facts.arrival: (entry.facts, entry.ordered.held) for entry in life.entries()}
         before, self._turns_seen = self._turns_seen, now
-        new = now.keys() - before.keys()
-        if len(new) != 1 or any(now.get(arrival) != seen for arrival, seen in before.items()):
+        new = sorted(now.keys() - before.keys())
+        if any(now.get(arrival) != seen for arrival, seen in before.items()) or any(now[it][1] for it in new):
             return
-        facts = now[new.pop()][0]
-        owners: dict[tuple[str, str], list[messages.Rank]] = defaultdict(list)
-        for other, held in before.values():
-            if other.priority == facts.priority and not held:
-                owners[other.turn_owner].append(other.rank)
-        depth = len(owners.pop(facts.turn_owner, ()))
-        for ranks in owners.values():
-            if sum(rank < facts.rank for rank in ranks) <= min(depth, len(ranks) - 1):
-                raise Violation("turns", f"{facts.request_id} overtakes requests of another owner, {depth} ahead of it")
-        own = [it.rank for it, _ in before.values() if it.turn_owner == facts.turn_owner]
-        is_first = not any(rank[0] == facts.rank[0] for rank in own)
-        heads = [sorted(ranks)[:2] for ranks in owners.values()]
-        if is_first and len(heads) == 1 and len(heads[0]) == 2 and heads[0][1] < facts.rank:
-            raise Violation("turns", f"{facts.request_id}, its owner's first, is behind two requests of another owner")
+        present = list(before.values())
+        for arrival in new:
+            _check_turn(now[arrival][0], present)
+            present.append(now[arrival])
 
     # ---------------------------------------------------------------- memory
 
@@ -376,6 +366,24 @@ class Checker(trio.abc.Instrument):
         for process in self._cluster.processes():
             if held := [*process.executor.runs, *process.executor.transfers]:
                 raise Violation("I1", f"{process.name} still holds {sorted(held)}")
+
+
+def _check_turn(facts: RequestFacts, present: Iterable[tuple[RequestFacts, bool]]) -> None:
+    """A request that arrives comes after as many of each other owner as its owner has ahead of it, and one more, and
+    before the rest. `present`: those that arrived before, and whether they are held."""
+    owners: dict[tuple[str, str], list[messages.Rank]] = defaultdict(list)
+    for other, held in present:
+        if other.priority == facts.priority and not held:
+            owners[other.turn_owner].append(other.rank)
+    depth = len(owners.pop(facts.turn_owner, ()))
+    for ranks in owners.values():
+        if sum(rank < facts.rank for rank in ranks) <= min(depth, len(ranks) - 1):
+            raise Violation("turns", f"{facts.request_id} overtakes requests of another owner, {depth} ahead of it")
+    own = [it.rank for it, _ in present if it.turn_owner == facts.turn_owner]
+    is_first = not any(rank[0] == facts.rank[0] for rank in own)
+    heads = [sorted(ranks)[:2] for ranks in owners.values()]
+    if is_first and len(heads) == 1 and len(heads[0]) == 2 and heads[0][1] < facts.rank:
+        raise Violation("turns", f"{facts.request_id}, its owner's first, is behind two requests of another owner")
 
 
 def _may_share(one: Run | Transfer, other: Run | Transfer, place: int) -> bool:

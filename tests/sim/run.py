@@ -17,6 +17,7 @@ from tests.sim.checker import LIVE_LIMIT_S
 from tests.sim.clients import Workload
 from tests.sim.cluster import Cluster, on_simulated_machine
 from tests.sim.faults import Faults
+from tests.sim.orders import ORDER_S, Order
 from tests.sim.shape import Shape
 from tests.sim.trace import Trace, Violation
 
@@ -50,8 +51,12 @@ def simulate(
     faults: bool = True,
     mutant: AbstractContextManager[object] | None = None,
     favoured: Collection[str] = (),
+    order: Order | None = None,
 ) -> Result:
-    """Run `seed`, with a planted defect if one is given, and faults of the kinds in `favoured` more often."""
+    """Run `seed`, with a planted defect if one is given.
+
+    Faults are drawn, of the kinds in `favoured` more often, or are those of `order`.
+    """
     began = time.perf_counter()
     alarms = Alarms()
     clock = alarms.clock
@@ -63,7 +68,7 @@ def simulate(
         ALARMS.set(alarms)
         with cluster.scope:
             async with trio.open_nursery() as nursery:
-                await _play(cluster, nursery, tally, faults=faults, favoured=favoured)
+                await _play(cluster, nursery, tally, faults=faults, favoured=favoured, order=order)
                 cluster.is_over = True
                 nursery.cancel_scope.cancel()
 
@@ -84,7 +89,13 @@ def simulate(
 
 
 async def _play(
-    cluster: Cluster, nursery: trio.Nursery, tally: list[Faults], *, faults: bool, favoured: Collection[str]
+    cluster: Cluster,
+    nursery: trio.Nursery,
+    tally: list[Faults],
+    *,
+    faults: bool,
+    favoured: Collection[str],
+    order: Order | None,
 ) -> None:
     workload = workloads.draw(cluster)
     cluster.start(nursery)
@@ -94,7 +105,12 @@ async def _play(
     if faults:
         cluster.checker.expects_crashes = True
         tally.append(Faults(cluster, workload, nursery, favoured))
-        await tally[0].run()
+        if order is None:
+            await tally[0].run()
+        else:
+            with trio.move_on_at(ORDER_S):
+                await order(cluster, workload)
+            tally[0].heal()
     await _finish(cluster, workload)
 
 

@@ -13,13 +13,15 @@ import pytest
 from protocol.errors import InternalError
 from tests.sim import mutant_hints
 from tests.sim.group_mutants import SHOWN_CALM
-from tests.sim.mutant_hints import OF_DRAFTS, SEEDS_MAX, TIME_LIMIT, read_hints, search, seeds_of, verdict
+from tests.sim.mutant_hints import OF_DRAFTS, ORDERS, SEEDS_MAX, TIME_LIMIT, read_hints, search, seeds_of, verdict
 from tests.sim.mutants import MUTANTS
 from tests.sim.run import Result, simulate
 from tests.sim.trace import Trace, Violation
 
 #: Undisturbed seeds that a mutant must pass: the first in each run, the others in deep tests.
 CALM_SEEDS = 3
+#: Seeds with which each order is played without its bug.
+ORDER_SEEDS = 3
 #: Mutants that the ledger itself refuses to carry out.
 REFUSED_BY_THE_LEDGER = {"share_pages_that_are_given_out_in_the_same_turn"}
 
@@ -64,6 +66,12 @@ def test_planted_bug_breaks_an_invariant(name: str) -> None:
     assert isinstance(violation, wanted), f"caught by {violation!r}"
 
 
+@pytest.mark.parametrize("name", ORDERS)
+def test_order_breaks_nothing_without_its_bug(name: str) -> None:
+    for seed in islice(seeds_of(name), ORDER_SEEDS):
+        assert simulate(seed, order=ORDERS[name]).violation is None, f"seed {seed}"
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("place", range(1, CALM_SEEDS))
 def test_no_planted_bug_shows_in_a_further_undisturbed_seed(place: int) -> None:
@@ -86,7 +94,7 @@ class TestHints:
         monkeypatch.setattr(mutant_hints, "HINTS", self.hints)
         monkeypatch.setattr(mutant_hints, "simulate", self.run)
 
-    def run(self, seed: int, mutant: object, favoured: object) -> Result:
+    def run(self, seed: int, mutant: object, favoured: object, order: object) -> Result:
         self.runs.append(seed)
         return Result(seed, 0, self.breaks.get(seed), Trace(float), 0.0, 0.0)
 
@@ -120,10 +128,17 @@ class TestHints:
     ) -> None:
         self.hints.write_text('{"removed": [1]}')
         monkeypatch.setattr(mutant_hints, "MUTANTS", {self.NAME: MUTANTS[self.NAME]})
-        assert mutant_hints.main(ThreadPoolExecutor) == 0
+        assert mutant_hints.main((), ThreadPoolExecutor) == 0
         assert read_hints() == {self.NAME: [7, 9, 12]}
         self.breaks.clear()
-        assert mutant_hints.main(ThreadPoolExecutor) == 1
+        assert mutant_hints.main((), ThreadPoolExecutor) == 1
         assert read_hints() == {}
         found = "; ".join(f"seed {seed}: I5: planted" for seed in (7, 9, 12))
         assert capsys.readouterr().out == f"{self.NAME}: {found}\n{self.NAME}: not caught\n"
+
+    def test_search_of_some_keeps_the_hints_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        other = "grant_before_commit"
+        self.hints.write_text(json.dumps({self.NAME: [1], other: [2]}))
+        monkeypatch.setattr(mutant_hints, "MUTANTS", {name: MUTANTS[name] for name in (self.NAME, other)})
+        assert mutant_hints.main([self.NAME], ThreadPoolExecutor) == 0
+        assert read_hints() == {self.NAME: [7, 9, 12], other: [2]}

@@ -58,10 +58,11 @@ class Case:
         self.scaling = (latent + rope) ** -0.5
         self.out = torch.full((batch, heads, latent), float("nan"), dtype=dtype, device=device)
 
-    def expected(self, layer: int) -> Tensor:
-        """float64[B, H, r], entry by entry as the definition has it, from the bytes of the state."""
+    def expected(self, layer: int, rounded: torch.dtype = torch.float64) -> Tensor:
+        """float64[B, H, r], entry by entry as the definition has it, from the bytes of the state, of which values are
+        `rounded` to a type first."""
         out = torch.zeros(self.out.shape, dtype=torch.float64)
-        stored = self.form.decode(self.state.rows[layer].cpu()).double()
+        stored = self.form.decode(self.state.rows[layer].cpu()).to(rounded).double()
         for row, entries in enumerate(self.out_rows.cpu()):
             held = stored[entries[entries >= 0].long()]
             if len(held):

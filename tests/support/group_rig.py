@@ -231,7 +231,7 @@ def main() -> None:
     print(json.dumps(asdict(drawn)), flush=True)
     while not (select.select([sys.stdin], [], [], 0)[0] and _is_let_go(group)):
         if not rig.executor.turn():
-            time.sleep(0.001)
+            time.sleep(0.01)
     rig.executor._streams.close()
     group.leave()
 
@@ -309,7 +309,7 @@ class Requests:
                 if not life.outcome:
                     self._turn(life, ask)
             if not self._rig.executor.turn():
-                time.sleep(0.0005)
+                time.sleep(0.002)
         self._rig.run()
         self._rig.coordinator.host_pages.extend(self._lent)
 

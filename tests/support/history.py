@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from tests import ROOT
+
+T = TypeVar("T")
 
 #: Seeds of the simulated cluster that one run of the suite takes; the next commit takes the ones behind them.
 SEEDS: Final = 250
@@ -43,6 +46,11 @@ def seeds_of(commits: int | None, count: int = SEEDS) -> range:
     """`count` seeds for a commit that has `commits` up to it, other ones for each; the first ones without history."""
     start = count * (commits or 0)
     return range(start, start + count)
+
+
+def in_turn(values: Sequence[T]) -> T:
+    """Return this commit's of `values`; the next commit has the next one."""
+    return values[(first_parent_commits() or 0) % len(values)]
 
 
 def header(commits: int | None) -> str:

@@ -38,6 +38,27 @@ def row_bytes_of(kind: str, layer: int, owner: int, position: int, size: int) ->
     return b"".join(hashlib.blake2b(seed + bytes([part])).digest() for part in range(-(-size // 64)))[:size]
 
 
+def bytes_of(memory: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory, to read and to write."""
+    return memory.view(-1).numpy().data
+
+
+def tensor_of(row: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(row), dtype=torch.uint8)
+
+
+def put(memory: memoryview, places: list[slice], row: bytes) -> None:
+    begin = 0
+    for place in places:
+        end = begin + place.stop - place.start
+        memory[place] = row[begin:end]
+        begin = end
+
+
+def take(memory: memoryview, places: list[slice]) -> bytes:
+    return b"".join(memory[place] for place in places)
+
+
 class Request:
     """One admission: its place, its pages and one naive buffer per group."""
 
@@ -123,51 +144,64 @@ class Rig:
 
     # -- naive memory --------------------------------------------------------------------------------------------------
 
-    def row_places(self, begin: int, rows: int, row: int) -> torch.Tensor:
-        """Where the bytes of one of `rows` rows lie that begin at byte `begin`: one plane after the other."""
+    def row_places(self, begin: int, rows: int, row: int) -> list[slice]:
+        """Return where the bytes of one of `rows` rows lie that begin at byte `begin`: a slice for each plane."""
         places = []
         for plane in self.geometry.planes:
-            places.append(begin + row * plane + torch.arange(plane))
+            places.append(slice(begin + row * plane, begin + (row + 1) * plane))
             begin += rows * plane
-        return torch.cat(places)
+        return places
 
-    def host_place(self, kind: str, layer: int, page: int, token: int) -> tuple[int, torch.Tensor]:
-        """Where a row of `layer`, or a key of group `layer`, lies in the pool."""
+    def host_places(self, kind: str, layer: int, page: int, token: int) -> list[slice]:
+        """Return where a row of `layer`, or a key of group `layer`, lies in the pool."""
         rows, key = 64 * self.geometry.row_bytes, self.geometry.index_row_bytes
+        begin = page * self.geometry.page_bytes
         if kind == "row":
-            return page, self.row_places(layer * rows, 64, token % 64)
-        return page, self.geometry.layers * rows + (layer * 64 + token % 64) * key + torch.arange(key)
+            return self.row_places(begin + layer * rows, 64, token % 64)
+        begin += self.geometry.layers * rows + (layer * 64 + token % 64) * key
+        return [slice(begin, begin + key)]
 
     def read_row(self, layer: int, row: int) -> torch.Tensor:
-        """Bytes at a device row, all planes."""
+        """Return the bytes at a device row, all planes."""
         arena = self.state.rows[layer]
-        return arena.flatten()[self.row_places(0, len(arena), row)]
+        return tensor_of(take(bytes_of(arena), self.row_places(0, len(arena), row)))
 
     def write_host(self, request: Request, positions: Iterable[int]) -> None:
         """Make rows and keys of `positions` durable without any kernel."""
+        pool = bytes_of(self.host)
         for position in positions:
             page = request.pages[position // 64][1]
-            for kind, layers in (("row", self.geometry.layers), ("key", self.geometry.groups)):
-                for layer in range(layers):
-                    self.host[self.host_place(kind, layer, page, position)] = self.truth(kind, layer, request, position)
+            for kind, layer in self._kept():
+                put(
+                    pool, self.host_places(kind, layer, page, position), self.true_bytes(kind, layer, request, position)
+                )
 
     def read_host(self, kind: str, layer: int, request: Request, position: int) -> torch.Tensor:
-        return self.host[self.host_place(kind, layer, request.pages[position // 64][1], position)]
+        places = self.host_places(kind, layer, request.pages[position // 64][1], position)
+        return tensor_of(take(bytes_of(self.host), places))
 
     def truth(self, kind: str, layer: int, request: Request, position: int) -> torch.Tensor:
+        return tensor_of(self.true_bytes(kind, layer, request, position))
+
+    def true_bytes(self, kind: str, layer: int, request: Request, position: int) -> bytes:
         size = self.geometry.row_bytes if kind == "row" else self.geometry.index_row_bytes
-        row = row_bytes_of(kind, layer, request.writer(position), position, size)
-        return torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        return row_bytes_of(kind, layer, request.writer(position), position, size)
+
+    def _kept(self) -> list[tuple[str, int]]:
+        """Return what host memory has of a position: rows by layer, keys by group."""
+        layers, groups = self.geometry.layers, self.geometry.groups
+        return [*(("row", layer) for layer in range(layers)), *(("key", group) for group in range(groups))]
 
     def check_host(self) -> None:
         """All rows and keys are durable and right once the backups are done (I3)."""
         self.finish_backups()
+        pool = bytes_of(self.host)
         for request in self.requests.values():
             for position in (p for p in range(request.length) if p // 64 in request.pages):
-                for kind, layers in (("row", self.geometry.layers), ("key", self.geometry.groups)):
-                    for layer in range(layers):
-                        got = self.read_host(kind, layer, request, position)
-                        assert torch.equal(got, self.truth(kind, layer, request, position)), (kind, layer, position)
+                page = request.pages[position // 64][1]
+                for kind, layer in self._kept():
+                    got = take(pool, self.host_places(kind, layer, page, position))
+                    assert got == self.true_bytes(kind, layer, request, position), (kind, layer, position)
 
     # -- lives ---------------------------------------------------------------------------------------------------------
 
@@ -215,11 +249,11 @@ class Rig:
 
     def copy_in(self, request: Request, positions: range, base: int) -> None:
         """Write rows of `positions` into slots position-base without any kernel."""
-        for position in positions:
-            row = request.chunks[(position - base) // 64] * 64 + (position - base) % 64
-            for layer in range(self.geometry.layers):
-                arena = self.state.rows[layer]
-                arena.view(-1)[self.row_places(0, len(arena), row)] = self.truth("row", layer, request, position)
+        for layer in range(self.geometry.layers):
+            arena, memory = self.state.rows[layer], bytes_of(self.state.rows[layer])
+            for position in positions:
+                row = request.chunks[(position - base) // 64] * 64 + (position - base) % 64
+                put(memory, self.row_places(0, len(arena), row), self.true_bytes("row", layer, request, position))
 
     def resize(self, request: Request, hot_slots: int) -> None:
         """Shrink or grow a managed buffer."""
@@ -378,14 +412,14 @@ class Rig:
 
     def _check_bytes(self, layer: int, got: torch.Tensor, out: torch.Tensor, tokens: list[list[int | None]]) -> None:
         padding = torch.ones(len(out), dtype=torch.bool)
+        missing, read, zeros = (out == -1).tolist(), got.numpy(), bytes(self.geometry.row_bytes)
         for (row, request, _), wanted in zip(self.placed, tokens, strict=True):
             padding[row] = False
             for column, token in enumerate(wanted):
-                where = f"layer {layer}, row {row}, entry {column}, token {token}"
-                assert (int(out[row, column]) == -1) == (token is None), f"I6: {where}"
-                size = self.geometry.row_bytes
-                want = bytes(size) if token is None else self.truth("row", layer, request, token).numpy().tobytes()
-                assert bytes(got[row, column].numpy()) == want, f"I3: {where}"
+                where = (layer, row, column, token)
+                assert missing[row][column] == (token is None), f"I6: layer, row, entry, token {where}"
+                want = zeros if token is None else self.true_bytes("row", layer, request, token)
+                assert read[row, column].tobytes() == want, f"I3: layer, row, entry, token {where}"
         assert (out[padding] == -1).all(), "I6: padded rows are -1"
         assert not got[padding].any()
 

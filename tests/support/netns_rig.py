@@ -111,4 +111,4 @@ def namespaces(count: int) -> Iterator[list[Namespace]]:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, timeout=30)
+    subprocess.run(["ip", *arguments], check=True, timeout=100)

@@ -36,10 +36,10 @@ from worker.pool.file import remove_pool
 
 START_LIMIT_S: Final = 240.0
 COORDINATOR: Final = "coordinator"
-REQUESTS: Final = 24
+REQUESTS: Final = 16
 #: Of the coordinator in its namespace, where no other process listens.
 WORKER_PORT: Final = 7_000
-GET: Final = "import sys, urllib.request as r; sys.stdout.buffer.write(r.urlopen(sys.argv[1], timeout=10).read())"
+GET: Final = "import sys, urllib.request as r; sys.stdout.buffer.write(r.urlopen(sys.argv[1], timeout=100).read())"
 
 
 @dataclass(frozen=True)

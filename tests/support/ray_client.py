@@ -28,8 +28,8 @@ REQUESTS: Final = 64
 #: As many as two ranks decode at a time: others are prefilled, on their way, or wait.
 BEGUN: Final = 12
 #: For how long one address is tried before the ready file is read again, and how often that is done.
-RECONNECT_S: Final = 10.0
-ROUNDS: Final = 60
+RECONNECT_S: Final = 2.0
+ROUNDS: Final = 240
 
 
 def sampling_of(i: int) -> Sampling:

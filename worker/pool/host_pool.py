@@ -35,6 +35,7 @@ from worker.pool.registration import (
     Registration,
     cut,
     drop_mapping,
+    huge_shared_bytes,
     in_threads,
     registration_bytes,
     thread_count,
@@ -42,6 +43,13 @@ from worker.pool.registration import (
 
 #: Of a pool that no cluster owns: in tests and benchmarks.
 NO_OWNER: Final[Mapping[str, object]] = {}
+
+#: From this size on small pages are told: below, nothing takes long.
+SMALL_PAGES_TOLD_BYTES: Final = 4 << 30
+SMALL_PAGES: Final = {
+    "costs": "start and the proof of a worker's death take several times as long (docs/operations.md, huge pages)",
+    "remedy": "mount the tmpfs of worker.pool_dir with huge=always, as in: mount -o remount,huge=always /dev/shm",
+}
 
 log = logger("worker.pool.host_pool")
 
@@ -131,12 +139,17 @@ def _create(opened: OpenPool, header: Header, halted: threading.Event) -> mmap.m
         raise
     header.write(descriptor)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    log.info("host pool created", extra=fields(pages=header.pages, bytes=header.file_bytes))
     return mapping
 
 
 def _touch(descriptor: int, mapping: mmap.mmap, header: Header, halted: threading.Event) -> None:
     address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
     touch = FirstTouch(descriptor, address + HEADER_BYTES, HEADER_BYTES)
+    huge_before = huge_shared_bytes()
     with progress("host pool touched", header.file_bytes, log, "pool touch") as advance:
         in_threads(cut(header.pages, header.page_bytes, TOUCH_BYTES), touch, halted, advance)
+    # Of all processes of the machine: another one that starts or ends meanwhile makes the figure a rough one.
+    huge_bytes = min(header.file_bytes, max(0, huge_shared_bytes() - huge_before))
+    log.info("host pool created", extra=fields(pages=header.pages, bytes=header.file_bytes, huge_page_bytes=huge_bytes))
+    if header.file_bytes >= SMALL_PAGES_TOLD_BYTES and huge_bytes < header.file_bytes // 2:
+        log.warning("host pool lies in small pages", extra=fields(**SMALL_PAGES))

@@ -5,7 +5,8 @@ call over a terabyte can be neither interrupted nor shared among threads. So a p
 page both end, no copy of rows or pages crosses two of them, and a stop waits for one piece at most.
 
     touch        MADV_POPULATE_WRITE (Linux 5.14): pages are allocated and mapped, and a full file system is an error
-                 code instead of a SIGBUS; without it `posix_fallocate`, which allocates and does not map
+                 code instead of a SIGBUS; without it `posix_fallocate`, which allocates and does not map. Huge pages
+                 are asked for: a tmpfs mounted with huge=always gives them, one with huge=advise because of that
     register     cudaHostRegister, which pins what was touched
     let go       unregister, then drop the page tables of each piece: the unmapping that is left costs nothing
 
@@ -25,6 +26,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from math import gcd
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from protocol.errors import CapacityError, ConfigError, InternalError, Unavailable
@@ -115,17 +117,15 @@ def in_threads(
 class FirstTouch:
     """Allocates and maps pieces of a file mapped at `address`, whose host pages begin at `offset` in the file."""
 
-    def __init__(self, descriptor: int, address: int, offset: int, *, huge_pages: bool = False) -> None:
+    def __init__(self, descriptor: int, address: int, offset: int) -> None:
         self._descriptor = descriptor
         self._address = address
         self._offset = offset
-        self._huge_pages = huge_pages
 
     def __call__(self, piece: Piece) -> None:
         """Raises CapacityError when the file system or the memory limit has not the room."""
         begin, length = self._address + piece.offset, _whole_pages(piece.length)
-        if self._huge_pages:
-            _libc.madvise(begin, length, MADV_HUGEPAGE)  # a wish: refused where the kernel has none
+        _libc.madvise(begin, length, MADV_HUGEPAGE)  # a wish: refused where the kernel has none
         if _libc.madvise(begin, length, MADV_POPULATE_WRITE) == 0:
             return
         code = ctypes.get_errno()
@@ -135,6 +135,12 @@ class FirstTouch:
             os.posix_fallocate(self._descriptor, self._offset + piece.offset, piece.length)
         except OSError as error:
             raise _no_room(error.errno or 0) from error
+
+
+def huge_shared_bytes() -> int:
+    """Shared memory of this machine that lies in transparent huge pages; 0 where the kernel has none."""
+    sizes = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return next((int(size[1]) << 10 for size in sizes if size[0] == "ShmemHugePages:"), 0)
 
 
 def _no_room(code: int) -> CapacityError:

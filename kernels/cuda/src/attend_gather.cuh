@@ -46,9 +46,10 @@ struct Gatherer {
 };
 constexpr int FILL_ARRIVALS = GATHERERS;
 #else
-// Four lanes take 16 codes of the same row each; a thread takes one row, and those codes of each of its tiles. Codes of the
-// next block of rows are under way; its entry was asked for a block before.
+// Four lanes take 16 codes of the same row each; a thread takes EACH rows in turn, and those codes of each of a row's tiles.
+// Codes of its next row are under way; that row's entry was asked for a row before.
 struct Gatherer {
+    static constexpr int EACH = 4 * BLOCK / GATHERERS, ROWS = BLOCK / EACH;
     i32 place, next;
     float2 scales;
     uint4 codes[TILES];
@@ -57,7 +58,7 @@ struct Gatherer {
     __device__ __forceinline__ const u8* row_at(const u8* rows) const {
         return rows + static_cast<i64>(max(place, 0)) * ROW_BYTES;
     }
-    // Codes of the entry that was asked for; then ask for that of the block that begins at entry `later`.
+    // Codes of the entry that was asked for; then ask for that of the rows that begin at entry `later`.
     __device__ __forceinline__ void load(const u8* rows, const Task& task, int later) {
         place = next;
         scales = make_float2(0, 0);
@@ -73,25 +74,30 @@ struct Gatherer {
     }
     __device__ __forceinline__ Gatherer(const u8* rows, const Task& task) {
         next = look_up(task, task.begin);
-        load(rows, task, task.begin + BLOCK);
+        load(rows, task, task.begin + ROWS);
     }
     __device__ __forceinline__ void fill(const u8* rows, const Task& task, int first, int stage, Shared& s) {
-        const int thread = gatherer(), quarter = thread % 4, row = thread / 4;
-        copy_chunk(rope_chunk(s, stage, row, quarter), row_at(rows) + LATENT + 16 + ROPE * task.half + 16 * quarter, place >= 0);
-        arrive_copied(shared_address(&s.full[stage]));
+        const int thread = gatherer(), quarter = thread % 4;
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            const float scale = tile < TILES / 2 ? scales.x : scales.y;
-            const uint4 c = codes[tile];
-            uint4 low, high;
-            decode(c.x, scale, low.x, low.y), decode(c.y, scale, low.z, low.w);
-            decode(c.z, scale, high.x, high.y), decode(c.w, scale, high.z, high.w);
-            u8* const to = s.rows[stage] + tile * TILE_BYTES;
-            *reinterpret_cast<uint4*>(to + swizzled(row, 2 * quarter)) = low;
-            *reinterpret_cast<uint4*>(to + swizzled(row, 2 * quarter + 1)) = high;
+        for (int i = 0; i < EACH; ++i) {
+            const int row = thread / 4 + ROWS * i;
+            copy_chunk(rope_chunk(s, stage, row, quarter), row_at(rows) + LATENT + 16 + ROPE * task.half + 16 * quarter,
+                       place >= 0);
+            if (i + 1 == EACH) arrive_copied(shared_address(&s.full[stage]));
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                const float scale = tile < TILES / 2 ? scales.x : scales.y;
+                const uint4 c = codes[tile];
+                uint4 low, high;
+                decode(c.x, scale, low.x, low.y), decode(c.y, scale, low.z, low.w);
+                decode(c.z, scale, high.x, high.y), decode(c.w, scale, high.z, high.w);
+                u8* const to = s.rows[stage] + tile * TILE_BYTES;
+                *reinterpret_cast<uint4*>(to + swizzled(row, 2 * quarter)) = low;
+                *reinterpret_cast<uint4*>(to + swizzled(row, 2 * quarter + 1)) = high;
+            }
+            if (i + 1 == EACH) arrive(s.full[stage]);
+            load(rows, task, first + (i + 2) * ROWS);
         }
-        arrive(s.full[stage]);
-        load(rows, task, first + 2 * BLOCK);
     }
 };
 constexpr int FILL_ARRIVALS = 2 * GATHERERS;  // rope apart

@@ -8,13 +8,16 @@ namespace hisparse {
 constexpr int LATENT = 512, ROPE = 64, VALUES = LATENT + ROPE;
 constexpr int HALF = LATENT / 2, TILES = HALF / 64;  // latents of a block, and their tiles of 64
 constexpr int BLOCK = 64, TILE_BYTES = 64 * 128;       // rows of a stage; a tile of 64 heads or rows
-// Of bfloat16 rows four warps gather enough for 128 heads, and leave registers for products of all latents of a block at once.
-constexpr int GATHERERS = KEY_BYTES == 2 && HEADS == 128 ? 128 : 256, COLUMNS = GATHERERS == 128 ? HALF : HALF / 2;
+// Four warps gather enough for 128 heads, and leave registers for products of all latents of a block at once.
+constexpr int GATHERERS = HEADS == 128 ? 128 : 256, COLUMNS = GATHERERS == 128 ? HALF : HALF / 2;
 constexpr int GATHER_REGISTERS = GATHERERS == 128 ? 56 : 48, PRODUCT_REGISTERS = GATHERERS == 128 ? 224 : 208;
 constexpr int GROUP = 128, GROUPS = 2, CONSUMERS = GROUPS * GROUP, THREADS = CONSUMERS + GATHERERS;
 constexpr int HEAD_GROUPS = HEADS / 64;  // 2: each group has 64 heads; 1: every second block of rows
 constexpr int ROW_GROUPS = GROUPS / HEAD_GROUPS;
 constexpr int STAGES = HEADS == 128 ? 3 : 4;
+// Whether a turn's products of scores begin ahead of the turn before. Rows are to be there by then: bfloat16 ones, on their way
+// from memory, are not, and two stages of 64 heads are too few.
+constexpr bool AHEAD = HEADS == 128 && KEY_BYTES == 1;
 constexpr int PARTS_MAX = 16;  // of a result: by the row groups of each of its splits
 // 24 bits of a score are sent: three words for four of a thread's 32
 constexpr int SENT_WORDS = 24, SENT_BYTES = GROUP * 4 * SENT_WORDS;  // a thread's scores, and a group's
@@ -32,7 +35,9 @@ struct Shared {
     u64 full[STAGES], empty[STAGES];
     u64 sent[GROUPS], taken[GROUPS];  // the other block's scores are here; the other block has read ours
     u64 met;                          // all consumers are here
+    u32 begin;                        // where this lies, as descriptors count
 };
+static_assert(sizeof(Shared) <= SHARED_BYTES, "as the launcher asks for");
 
 // What the parts of a result tell one another in the end.
 struct Account {

@@ -29,6 +29,12 @@ __device__ __forceinline__ int renewed(int value) {
     asm volatile("mov.b32 %0, %0;" : "+r"(value));
     return value;
 }
+// A word of shared memory, loaded where it is written.
+__device__ __forceinline__ u32 loaded(const u32& word) {
+    u32 value;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared_address(&word)));
+    return value;
+}
 // Four codes of e4m3 to two words of bfloat16.
 __device__ __forceinline__ void decode(u32 word, float scale, u32& low, u32& high) {
     u32 halves[2];

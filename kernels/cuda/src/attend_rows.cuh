@@ -10,6 +10,7 @@
 // Each row is so read and decoded once a pair. A group sends its half of a block's scores to the same group of the other
 // block, thread to thread, and adds what it gets: both have the same scores, bit for bit, and form the same shares. Groups of
 // a block do not wait for each other: while one's scores are on their way the other's products keep the tensor cores busy.
+// Where scores are AHEAD, a group's own products of the next scores do so too.
 //
 // A block of rows is key and value: four tiles of 64 dimensions, 64 rows x 128 bytes each, in wgmma's 128-byte swizzle, and
 // half of a fifth. As keys its rows are B by columns, as values the four tiles are B by rows. Shares go from registers into
@@ -25,7 +26,7 @@
 // scores takes longer to read its queries than to multiply; each row is read twice, or decoded halves of rows are exchanged,
 // as many bytes as scores are); partial results in global memory and a second kernel that adds them up (30 us of 53 for 16
 // requests); bulk copies (rows must be swizzled on arrival, which only tiled copies of a tensor map do, a tile of a row at a
-// time).
+// time); pairs that go from one result to the next (a fifth slower).
 #pragma once
 
 #include "attend_gather.cuh"
@@ -39,6 +40,7 @@ struct Attention {
     // part i of all: head i / 2 % 2, latents 8 (i / 4) + 2 t + i % 2 of the block's
     float sums[HALF / COLUMNS][COLUMNS / 2];
     float scores[32];  // likewise, rows of a block of rows; before scaling
+    u32 own[AHEAD ? SENT_WORDS : 1];  // this block's half of scores, as it is sent
     float level[2], weight[2];
     u32 shares[16];    // four for each 16 rows, as wgmma wants an operand
 
@@ -47,6 +49,7 @@ struct Attention {
 };
 
 // Sixteen scores as they are sent: the upper 24 bits of four in three words.
+constexpr u32 SENT = 0xFFFFFF00;
 __device__ __forceinline__ void pack(u32 (&words)[16], const float* scores) {
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
@@ -56,9 +59,22 @@ __device__ __forceinline__ void pack(u32 (&words)[16], const float* scores) {
         to[0] = __byte_perm(a, b, 0x5321), to[1] = __byte_perm(b, c, 0x6532), to[2] = __byte_perm(c, d, 0x7653);
     }
 }
-// Scores as precise as others' plus those: both blocks of a pair add the same.
-__device__ __forceinline__ void add_packed(float* scores, const u32 (&words)[16]) {
-    constexpr u32 SENT = 0xFFFFFF00;
+__device__ __forceinline__ void unpack(u32 (&scores)[4], const u32* words) {
+    scores[0] = words[0] << 8, scores[1] = __byte_perm(words[0], words[1], 0x5430) & SENT;
+    scores[2] = __byte_perm(words[1], words[2], 0x4320) & SENT, scores[3] = words[2] & SENT;
+}
+// Sixteen scores from both halves, as they were sent: both blocks of a pair add the same.
+__device__ __forceinline__ void add_packed(float* scores, const u32* own, const u32* words) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+        u32 ours[4], others[4];
+        unpack(ours, own + i / 4 * 3), unpack(others, words + i / 4 * 3);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) scores[i + j] = __uint_as_float(ours[j]) + __uint_as_float(others[j]);
+    }
+}
+// Likewise, to this block's half.
+__device__ __forceinline__ void add_packed(float* scores, const u32* words) {
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
         const u32* const from = words + i / 4 * 3;
@@ -86,8 +102,14 @@ __device__ __forceinline__ void raise_levels(Attention& a, const float (&highest
     for (int i = 0; i < HALF / 2; ++i) a.sum(i) *= fade[i / 2 % 2];
 }
 
+// Operands of the products of a turn's scores.
+struct Operands {
+    u32 queries, rows, rope_queries, ropes;
+};
+
 // The blocks of rows of group W. Group and stage are compile-time constants: descriptors are then constants too, instead of a
-// few instructions and a wait ahead of each product.
+// few instructions and a wait ahead of each product. Not so where scores are AHEAD: what ptxas keeps of such constants from
+// turn to turn leaves too few registers for two turns' scores, so that stages are counted, and descriptors start from memory.
 template <int W> struct Turns {
     static constexpr int FIRST = ROW_GROUPS == 2 ? W : 0, ROUND = STAGES / ROW_GROUPS;  // turns until a stage is used again
     static constexpr int HEAD_GROUP = HEAD_GROUPS == 2 ? W : 0;
@@ -98,27 +120,25 @@ template <int W> struct Turns {
 
     template <int N> static constexpr int STAGE = FIRST + N % ROUND * ROW_GROUPS;  // of turn N
 
-    template <int N> __device__ __forceinline__ void issue_scores(Attention& a, int n) const {
-        await(s.full[STAGE<N>], n / ROUND);
+    __device__ __forceinline__ void await_rows(int stage, int round) const {
+        await(s.full[stage], round);
         publish_shared();
         __syncwarp();
-        const u32 queries = operand(s.queries[HEAD_GROUP]), rows = operand(s.rows[STAGE<N>]);
-        const u32 rope_queries = operand(s.rope_queries), ropes = operand(s.ropes[STAGE<N> / 2]);
+    }
+    __device__ __forceinline__ void multiply_keys_by(const Operands& by, float (&scores)[32]) const {
         open_products();
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                multiply_keys(a.scores, describe(queries, tile * TILE_BYTES + 32 * step),
-                              describe(rows, tile * TILE_BYTES + 32 * step), tile + step);
+                multiply_keys(scores, describe(by.queries, tile * TILE_BYTES + 32 * step),
+                              describe(by.rows, tile * TILE_BYTES + 32 * step), tile + step);
 #pragma unroll
         for (int step = 0; step < 2; ++step)
-            multiply_keys(a.scores, describe(rope_queries, 64 * HEAD_GROUP + 32 * step),
-                          describe(ropes, 64 * (STAGE<N> % 2) + 32 * step), 1);
+            multiply_keys(scores, describe(by.rope_queries, 32 * step), describe(by.ropes, 32 * step), 1);
         commit_products();
     }
-    template <int N> __device__ __forceinline__ void issue_sums(Attention& a) const {
-        const u32 rows = operand(s.rows[STAGE<N>]);
+    __device__ __forceinline__ void multiply_latents_of(u32 rows, Attention& a) const {
         open_products();
 #pragma unroll
         for (int step = 0; step < BLOCK / 16; ++step)
@@ -126,6 +146,15 @@ template <int W> struct Turns {
             for (int i = 0; i < HALF / COLUMNS; ++i)
                 multiply_latents(a.sums[i], a.shares + 4 * step, describe(rows, step * 2048 + i * (2 * TILE_BYTES), TILE_BYTES));
         commit_products();
+    }
+    template <int N> __device__ __forceinline__ void issue_scores(Attention& a, int n) const {
+        await_rows(STAGE<N>, n / ROUND);
+        const u32 queries = operand(s.queries[HEAD_GROUP]), rows = operand(s.rows[STAGE<N>]);
+        const u32 rope_queries = operand(s.rope_queries), ropes = operand(s.ropes[STAGE<N> / 2]);
+        multiply_keys_by({queries, rows, rope_queries + HEAD_GROUP * (64 >> 4), ropes + STAGE<N> % 2 * (64 >> 4)}, a.scores);
+    }
+    template <int N> __device__ __forceinline__ void issue_sums(Attention& a) const {
+        multiply_latents_of(operand(s.rows[STAGE<N>]), a);
     }
     // This warp has read a stage.
     template <int N> __device__ __forceinline__ void leave() const {
@@ -148,13 +177,16 @@ template <int W> struct Turns {
             take_scores(a.scores + 16 * half);
             u32 words[16];
             pack(words, a.scores + 16 * half);
+            if constexpr (AHEAD)
+#pragma unroll
+                for (int i = 0; i < SENT_WORDS / 2; ++i) a.own[SENT_WORDS / 2 * half + i] = words[i];
 #pragma unroll
             for (int i = 0; i < SENT_WORDS / 8; ++i)
                 send_there(there + (SENT_WORDS / 8 * half + i) * (16 * GROUP), words + 4 * i, sent_there);
         }
     }
-    // Add the other block's.
-    __device__ __forceinline__ void receive(Attention& a, int n) const {
+    // The scores of turn n: this block's half, which is sent, and the other block's.
+    __device__ __forceinline__ void receive(Attention& a, float (&scores)[32], int n) const {
         await(s.sent[W], n);
         const uint4* const from = reinterpret_cast<const uint4*>(s.scores[W]) + threadIdx.x % GROUP;
 #pragma unroll
@@ -165,24 +197,25 @@ template <int W> struct Turns {
                 const uint4 v = from[(SENT_WORDS / 8 * half + i) * GROUP];
                 words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
             }
-            add_packed(a.scores + 16 * half, words);
+            if constexpr (AHEAD) add_packed(scores + 16 * half, a.own + SENT_WORDS / 2 * half, words);
+            else add_packed(scores + 16 * half, words);
         }
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive_there(peer_address(shared_address(&s.taken[W]), task.peer()));
     }
     // Shares from scores; sums of blocks before are there.
-    __device__ __forceinline__ void share_out(Attention& a, const int2& entries) const {
+    __device__ __forceinline__ void share_out(Attention& a, float (&scores)[32], const int2& entries) const {
         const u32 low = __ballot_sync(0xFFFFFFFF, entries.x >= 0), high = __ballot_sync(0xFFFFFFFF, entries.y >= 0);
         if (~(low & high)) {
             const int t = threadIdx.x % 4;
             const u32 held[2] = {low >> 2 * t, high >> 2 * t};
 #pragma unroll
             for (int i = 0; i < 32; ++i)
-                if (!(held[i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1)) a.scores[i] = none();
+                if (!(held[i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1)) scores[i] = none();
         }
         float highest[2] = {none(), none()};
 #pragma unroll
-        for (int i = 0; i < 32; ++i) highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], a.scores[i]);
+        for (int i = 0; i < 32; ++i) highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], scores[i]);
         highest[0] *= p.scale, highest[1] *= p.scale;
         const bool beyond = highest[0] > a.level[0] + SLACK || highest[1] > a.level[1] + SLACK;
         if (__any_sync(0xFFFFFFFF, beyond)) raise_levels(a, highest);
@@ -192,8 +225,8 @@ template <int W> struct Turns {
             const float level = a.level[half] == none() ? 0.0f : a.level[half];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float x = exp2_of(fmaf(a.scores[4 * j + 2 * half], p.scale, -level));
-                const float y = exp2_of(fmaf(a.scores[4 * j + 2 * half + 1], p.scale, -level));
+                const float x = exp2_of(fmaf(scores[4 * j + 2 * half], p.scale, -level));
+                const float y = exp2_of(fmaf(scores[4 * j + 2 * half + 1], p.scale, -level));
                 a.weight[half] += x + y;
                 a.shares[2 * j + half] = pair_of(x, y);
             }
@@ -202,8 +235,8 @@ template <int W> struct Turns {
     // Turn n, whose half scores are sent, and scores of the next.
     template <int N> __device__ __forceinline__ void turn(Attention& a, int n) const {
         const int2 entries = look_up(n);
-        receive(a, n);
-        share_out(a, entries);
+        receive(a, a.scores, n);
+        share_out(a, a.scores, entries);
         if (n + 1 < turns) {  // each way with products of its own, or ptxas waits for every one
             issue_scores<N + 1>(a, n + 1);
             issue_sums<N>(a);
@@ -217,8 +250,47 @@ template <int W> struct Turns {
         hold_shares(a.shares);
         leave<N>();
     }
+    // Where a part of Shared lies, as descriptors count. Dozens of sums with what is not loaded anew would stay in registers.
+    __device__ __forceinline__ u32 place_of(const void* part) const {
+        return static_cast<u32>(static_cast<const u8*>(part) - reinterpret_cast<const u8*>(&s)) >> 4;
+    }
+    __device__ __forceinline__ void issue_scores_ahead(Attention& a, int n) const {
+        const int round = n / STAGES, stage = n - STAGES * round;
+        const u32 begin = loaded(s.begin), rows = begin + stage * (TILES * TILE_BYTES >> 4) + place_of(s.rows);
+        const u32 queries = begin + place_of(s.queries[HEAD_GROUP]);
+        const u32 ropes = begin + place_of(s.ropes) + stage / 2 * (TILE_BYTES >> 4) + stage % 2 * (64 >> 4);
+        const Operands by{queries, rows, begin + place_of(s.rope_queries) + HEAD_GROUP * (64 >> 4), ropes};
+        await_rows(stage, round);
+        multiply_keys_by(by, a.scores);
+    }
+    // Turn n, whose half scores are sent. Those of the next are formed from the beginning.
+    template <bool LAST> __device__ __forceinline__ void turn_ahead(Attention& a, int n) const {
+        const int2 entries = look_up(n);
+        if constexpr (!LAST) issue_scores_ahead(a, n + 1);
+        float scores[32];
+        receive(a, scores, n);
+        share_out(a, scores, entries);
+        multiply_latents_of(loaded(s.begin) + n % STAGES * (TILES * TILE_BYTES >> 4) + place_of(s.rows), a);
+        if constexpr (!LAST) {
+            await_products<1>();
+            send(a, n + 1);
+        }
+        await_products<0>();
+        hold_shares(a.shares);
+        if (threadIdx.x % 32 == 0) arrive(s.empty[n % STAGES]);  // this warp has read it
+    }
+    __device__ __forceinline__ void run_ahead(Attention& a) const {
+        issue_scores_ahead(a, 0);
+        await_products<0>();
+        send(a, 0);
+        int n = 0;
+#pragma unroll 1
+        for (; n + 1 < turns; ++n) turn_ahead<false>(a, n);
+        turn_ahead<true>(a, n);
+    }
     __device__ __forceinline__ void run(Attention& a) const {
         if (turns == 0) return;
+        if constexpr (AHEAD) return run_ahead(a);
         issue_scores<0>(a, 0);
         await_products<0>();
         send(a, 0);
@@ -374,6 +446,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::THREADS, 1)
     const Task task(p);
     let_next_begin();
     if (threadIdx.x == 0) {
+        if (AHEAD) s.begin = operand(&s);
         for (int i = 0; i < STAGES; ++i) {
             set_up(s.full[i], FILL_ARRIVALS);
             set_up(s.empty[i], 4 * HEAD_GROUPS);

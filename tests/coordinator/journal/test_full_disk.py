@@ -20,7 +20,7 @@ from tests.processes.test_coordinator_crash import LIMIT_S, Crew, crew_of
 from tests.support.cluster_rig import LAYERS, cluster_config, prompts_of
 from worker.runners.tiny import write_tiny_checkpoint
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 DISK_BYTES = RESERVE_BYTES + (6 << 20)
 #: More than the journal gives back of itself while new work is refused.

@@ -13,7 +13,7 @@ from tests.support.limits import HANG_LIMIT_S
 from tools.fuzz import zmq as fuzz_zmq
 from tools.fuzz.rig import Tally
 
-pytestmark = [pytest.mark.process, pytest.mark.fuzz, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.fuzz, pytest.mark.timeout(900)]
 
 MESSAGES = 3_000
 

@@ -64,6 +64,7 @@ from protocol.text import JsonTokenizer
 from protocol.tokenizer_files import read_tokenizer
 from tests.hisparse.cli.test_cli import run
 from tests.support.http_rig import KEY, TEMPLATE, byte_tokenizer_json
+from tests.support.limits import HANG_LIMIT_S
 
 MODEL = ModelInfo("f" * 8, "tiny", 4_096, 264, 4, 16, (257,), "json", "")
 
@@ -840,7 +841,7 @@ def test_wrong_right_behind_a_key_is_named_and_the_key_is_not(right: str) -> Non
 
 
 @pytest.mark.parametrize("file", ["pipe", "/dev/zero", "/"])
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(HANG_LIMIT_S)
 def test_irregular_key_file_is_refused_at_once(tmp_path: Path, file: str) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ConfigError, match=r"is no regular file|Is a directory"):

@@ -15,6 +15,7 @@ from kernels.state import DeviceState, StepBatch
 from protocol.settings import WorkerSettings
 from tests.support.drafting_rig import WRONG
 from tests.support.group_rig import Ask
+from tests.support.history import in_turn
 from tests.support.thread_ranks import run_ranks
 from tests.support.worker_rig import Rig
 from worker.runners import invariance
@@ -38,9 +39,9 @@ SETTINGS = WorkerSettings(
 )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[in_turn(FAMILIES)])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of DeepSeek-V3.2 with weights in FP8, which a CPU decodes; drafts are mostly right."""
+    """Of one family each commit, DeepSeek-V3.2 with weights in FP8, which a CPU decodes; drafts are mostly right."""
     path = tmp_path_factory.mktemp("model")
     fp8 = request.param == "deepseek-v3.2"
     about: dict[str, Any] = {"index_topk": 32, "context_max_tokens": 512, "layers": 2}

@@ -34,8 +34,8 @@ from worker.streams import SimulatedStreams, make_streams
 pytestmark = pytest.mark.timeout(1_200)
 
 SEEDS: Final = range(4, 8)
-#: Of them, this commit's: one with layers that share an index, one without. The next commit has the others.
-OWN_SEEDS: Final = SEEDS[:2] if (first_parent_commits() or 0) % 2 else SEEDS[2:]
+#: This commit's; the next commit has another. Odd ones have layers that do not share an index.
+OWN_SEED: Final = SEEDS[(first_parent_commits() or 0) % len(SEEDS)]
 #: Drafts of a step that requests allow.
 LIMITS: Final = (0, 1, *[DRAFT_TOKENS_MAX] * 4)
 HOT_SIZES: Final = (0, *SETTINGS.hot_size_classes)
@@ -238,22 +238,20 @@ def hash_workers(seed: int, percent: int) -> tuple[Workers, list[DraftRig]]:
     return Workers(chance, make, texts), rigs
 
 
-@pytest.mark.parametrize("percent", [0, 60, 100])
-def test_tokens_rows_and_drafts_are_right_wherever_requests_are(percent: int) -> None:
-    """Where all drafts are right, lives are short: only all seeds together have every move."""
-    moves, further, accepted = Counter[str](), 0, 0
-    for seed in SEEDS if percent == 100 else OWN_SEEDS:
-        workers, rigs = hash_workers(seed, percent)
+def test_tokens_rows_and_drafts_are_right_wherever_requests_are() -> None:
+    """Drafts are right in no place, in most and in all. Where all are, lives are short: all three have all moves."""
+    moves, further = Counter[str](), 0
+    for percent in (0, 60, 100):
+        workers, rigs = hash_workers(OWN_SEED, percent)
         workers.run()
         for rig in rigs:
-            assert rig.wrong_rows == [], f"seed {seed}"
-            assert rig.wrong_drafts() == [], f"seed {seed}"
+            assert rig.wrong_rows == [], f"seed {OWN_SEED}, {percent} %"
+            assert rig.wrong_drafts() == [], f"seed {OWN_SEED}, {percent} %"
             further += rig.drafts_watched
-            accepted += rig.executor.counters.accepted_tokens
+        assert sum(rig.executor.counters.accepted_tokens for rig in rigs) > 0 or not percent
         moves += workers.moves
     assert min(moves[move] for move in MOVES) > 0
     assert further > 30
-    assert accepted > 0 or not percent
 
 
 # ---------------------------------------------------------------- models
@@ -293,20 +291,22 @@ def plain_outputs(family: str, count: int) -> list[list[int]]:
     return outputs
 
 
-def one_family_each(commits: int) -> list[tuple[int, int | None, str]]:
-    """Each seed with one of the families, in turn; with the other one after the next commit."""
+def drawn_from(commits: int) -> list[tuple[int, int | None, str]]:
+    """Two of the seeds, each with one of the families: another pair with each commit."""
     shares = (0, 60, 100, None)
-    return [(seed, shares[seed], FAMILIES[(seed + seed // 2 + commits) % 2]) for seed in range(len(shares))]
+    return [
+        (seed, shares[seed], FAMILIES[(seed // 2 + commits // 2) % 2]) for seed in range(commits % 2, len(shares), 2)
+    ]
 
 
-def test_every_seed_meets_both_families_within_two_commits() -> None:
-    assert {*one_family_each(0), *one_family_each(1)} == {
+def test_every_seed_meets_both_families_within_four_commits() -> None:
+    assert {case for commits in range(4) for case in drawn_from(commits)} == {
         (seed, percent, family) for seed, percent in enumerate((0, 60, 100, None)) for family in FAMILIES
     }
-    assert all({family for *_, family in one_family_each(commits)} == {*FAMILIES} for commits in range(2))
+    assert all({family for *_, family in drawn_from(commits)} == {*FAMILIES} for commits in range(4))
 
 
-@pytest.mark.parametrize(("seed", "percent", "family"), one_family_each(first_parent_commits() or 0))
+@pytest.mark.parametrize(("seed", "percent", "family"), drawn_from(first_parent_commits() or 0))
 def test_models_give_the_tokens_of_plain_decoding_wherever_requests_are(
     seed: int, percent: int | None, family: str, run_dir: Path
 ) -> None:

@@ -333,7 +333,7 @@ class MeasuredPace(DrawnPace):
 
 def test_unit_goes_before_its_copies_were_seen_when_others_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     pace = MeasuredPace(MeasuredPace.UNIT_S / 2)
-    assert sum(beside_a_batch(seed, monkeypatch, pace) for seed in SEEDS) > 0
+    assert sum(beside_a_batch(seed, monkeypatch, pace) for seed in SEEDS[:2]) > 0
     waits = {asked - pace.UNIT_S for asked in pace.asked}
     assert waits == {0.0, pace.UNIT_S / 2}  # that of the first layer nothing covers
 

@@ -26,7 +26,7 @@ from protocol.config import HostFacts, build
 from protocol.errors import CapacityError, ConfigError, Unavailable
 from protocol.settings import Config
 from tests import ROOT
-from worker.pool import file, registration
+from worker.pool import file, host_pool, registration
 from worker.pool.file import Header, PoolHold, find_pool, open_pool_file, pass_on_pool, reclaim_stale, remove_pool
 from worker.pool.host_pool import MappedPool
 from worker.pool.registration import (
@@ -174,6 +174,45 @@ def test_missing_room_empties_the_file_and_names_the_remedy(tmp_path: Path, monk
             MappedPool.open(path, GEOMETRY, PAGES)
     assert path.stat().st_size == 0
     assert MappedPool.open(path, GEOMETRY, PAGES).created
+
+
+@pytest.fixture
+def huge_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs mounted with huge=always, for one test."""
+    place = tmp_path / "huge"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,huge=always", "none", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root, and a kernel with transparent huge pages")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+HUGE_PAGES = 1 + (32 << 20) // GEOMETRY.page_bytes
+
+
+def test_pool_on_a_tmpfs_with_huge_pages_lies_in_them(
+    huge_tmpfs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_pool, "SMALL_PAGES_TOLD_BYTES", 1 << 20)
+    caplog.set_level("INFO")
+    pool = MappedPool.open(huge_tmpfs / "n.pool", GEOMETRY, HUGE_PAGES)
+    told = next(record for record in caplog.records if record.message == "host pool created")
+    assert told.__dict__["fields"]["huge_page_bytes"] >= 30 << 20
+    assert not [record for record in caplog.records if "small pages" in record.message]
+    pool.close()
+
+
+def test_large_pool_in_small_pages_says_what_to_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_pool, "SMALL_PAGES_TOLD_BYTES", 1 << 20)
+    monkeypatch.setattr(host_pool, "huge_shared_bytes", lambda: 0)
+    MappedPool.open(tmp_path / "small.pool", GEOMETRY, 4).close()
+    assert not [record for record in caplog.records if "small pages" in record.message]
+    MappedPool.open(tmp_path / "n.pool", GEOMETRY, HUGE_PAGES).close()
+    (told,) = [record for record in caplog.records if "small pages" in record.message]
+    assert "huge=always" in told.__dict__["fields"]["remedy"]
 
 
 # ---------------------------------------------------------------- whose file it is

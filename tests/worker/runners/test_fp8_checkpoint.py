@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.history import in_turn
 from tests.support.oracle_rig import run_oracle
 from tests.support.runner_rig import Rig
 from worker.runners import transformers_dsa
@@ -52,9 +53,9 @@ def greedy(runner: TransformersRunner, prompt: list[int], hot_slots: int, tokens
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [in_turn(FAMILIES)])
 def test_tokens_are_those_of_the_library_on_decoded_weights(checkpoints: dict[str, Path], family: str) -> None:
-    prompt, tokens = list(TEXT[:900]), 64
+    prompt, tokens = list(TEXT[:600]), 32
     theirs = generate(checkpoints[family], prompt, tokens, "float32")
     for keeps_fp8 in (False, True):
         ours, _ = greedy(TransformersRunner.load(checkpoints[family], keeps_fp8=keeps_fp8), prompt, 128, tokens)
@@ -65,9 +66,9 @@ def test_tokens_are_those_of_the_library_on_decoded_weights(checkpoints: dict[st
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [in_turn(FAMILIES)])
 def test_tokens_of_w8a8_are_those_of_the_oracle(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, prompt, tokens = tmp_path / family, list(TEXT[:600]), 48
+    path, prompt, tokens = tmp_path / family, list(TEXT[:400]), 32
     powers = family == "deepseek-v3.2"
     write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=powers, whole_blocks=True, layers=2)
     monkeypatch.setattr(transformers_dsa, "resolve_matmul", lambda *_, **__: Matmul("fake 0.0", powers=powers))

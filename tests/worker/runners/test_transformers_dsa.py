@@ -115,8 +115,8 @@ def greedy(rig: Rig, seat: int, prompt: Sequence[int], hot_slots: int, tokens: i
 @pytest.mark.process
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(checkpoints: dict[str, Path], family: str) -> None:
-    """A prompt of some thousand tokens, top-k below 1/16 of it, 128 new tokens, a hot buffer of 1/8."""
-    prompt, tokens = prompt_of(2_100), 128
+    """A prompt of some thousand tokens, top-k below 1/16 of it, 64 new tokens, a hot buffer of 1/8."""
+    prompt, tokens = prompt_of(2_100), 64
     rig = Rig(runner_of(checkpoints[family]), seats=1, context_tokens=len(prompt) + tokens)
     ours, _ = greedy(rig, 0, prompt, 256, tokens)
     job = {"model": str(checkpoints[family]), "prompts": [{"tokens": prompt, "max_new_tokens": tokens}]}
@@ -135,7 +135,7 @@ def test_oracle_imports_no_product_code() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", probe, worker.oracle.__file__],
-        capture_output=True, text=True, cwd="/", check=True, timeout=120,
+        capture_output=True, text=True, cwd="/", check=True, timeout=250,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"
 
@@ -214,7 +214,7 @@ def test_log_probabilities_match_the_library(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_do_not_depend_on_the_hot_buffer(checkpoints: dict[str, Path], family: str) -> None:
     """Resident, and managed from the smallest size that can be (top-k) upward: the same bits, step for step."""
-    runner, prompt, tokens = runner_of(checkpoints[f"{family}/32"]), prompt_of(600), 40
+    runner, prompt, tokens = runner_of(checkpoints[f"{family}/32"]), prompt_of(600), 24
     results, rates = [], []
     for hot_slots in (0, 32, 64, 96, 256):
         rig = Rig(runner, seats=1, context_tokens=len(prompt) + tokens, seed=hot_slots)
@@ -243,7 +243,7 @@ def test_corrupted_host_row_is_seen(checkpoints: dict[str, Path]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_row_does_not_depend_on_its_batch(checkpoints: dict[str, Path], family: str) -> None:
     """Requests of mixed lengths, modes and temperatures: alone, and in batches of changing company and order."""
-    runner, tokens = runner_of(checkpoints[f"{family}/32"]), 24
+    runner, tokens = runner_of(checkpoints[f"{family}/32"]), 14
     requests = [(300, 0, 0.0), (520, 64, 0.7), (130, 32, 1.3), (700, 96, 0.0)]
 
     def opened() -> Rig:

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.hash_runner import FakeRunner
+from tests.support.history import in_turn
 from tests.support.worker_rig import Rig
 from tests.worker.loop import test_drafting as drafting
 from tests.worker.loop import test_model as model
@@ -160,7 +161,7 @@ def test_runner_that_reads_inputs_at_launch_is_caught() -> None:
     assert rig.wrong()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[in_turn(FAMILIES)])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     write_tiny_checkpoint(path, request.param, index_topk=model.TOPK, context_max_tokens=2_048)

@@ -24,7 +24,7 @@ from tools.fuzz.http import CLIENT_KEY, site
 DOCUMENT: Final[dict[str, Any]] = json.loads(document())
 SCHEMATHESIS: Final = Path(sys.executable).with_name("schemathesis")
 #: Drawn requests of each path.
-EXAMPLES: Final = 8
+EXAMPLES: Final = 4
 
 USER: Final = {"role": "user", "content": "x"}
 GOOD: Final[dict[str, list[dict[str, Any]]]] = {
@@ -87,7 +87,8 @@ def test_references_lead_somewhere() -> None:
 
 @pytest.mark.process
 @pytest.mark.fuzz
-@pytest.mark.timeout(300)
+@pytest.mark.deep
+@pytest.mark.timeout(1_200)
 @pytest.mark.skipif(not SCHEMATHESIS.exists(), reason="needs the package schemathesis")
 def test_drawn_requests_are_answered_as_the_document_says(tmp_path: Path) -> None:
     """All checks but one: a body of the right form may still be too long for the context, or contradict itself."""

@@ -720,6 +720,7 @@ async def test_handshakes_take_turns(tmp_path: Path) -> None:
             assert count.turns >= STRANGERS
 
 
+@pytest.mark.usefixtures("fixed_turns")
 async def test_body_in_tiny_parts_does_not_keep_the_loop(rig: Rig) -> None:
     """All parts come at once: reading one takes no time of waiting."""
     parts = b"1\r\nx\r\n" * 9_000
@@ -727,7 +728,8 @@ async def test_body_in_tiny_parts_does_not_keep_the_loop(rig: Rig) -> None:
     with socket.create_connection(rig.address, HANG_LIMIT_S) as peer:
         await rig.until(lambda: rig.counters.connections == 1)
         async with counted_turns() as count:
-            peer.send(head + b"Connection: close\r\n\r\n" + parts + b"0\r\n\r\n")
+            whole = head + b"Connection: close\r\n\r\n" + parts + b"0\r\n\r\n"
+            assert peer.send(whole) == len(whole), "the kernel has room for it"
             await rig.until(lambda: rig.ends() == {"closed": 1})
     assert count.turns >= 9_000 / connection.PARTS_PER_TURN
 
