@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import trio
 
-from coordinator.scheduling.entries import RequestEntry
+from coordinator.scheduling.request_state import RequestState
 from hisparse.client.client import Client
 from protocol import units
 from protocol.messages import Rank
@@ -98,14 +98,14 @@ def _drop_rows(request_id: str, client: Client) -> Awaitable[object]:
     return client.retract([request_id], keep=False, hold=False)
 
 
-def _on_workers(cluster: Cluster) -> Iterator[tuple[RequestEntry, WorkerProcess]]:
+def _on_workers(cluster: Cluster) -> Iterator[tuple[RequestState, WorkerProcess]]:
     life, processes = cluster.coordinator, {it.name: it for it in cluster.processes() if it.latch.is_open}
     for entry in life.entries() if life is not None else ():
         if entry.worker in processes:
             yield entry, processes[entry.worker]
 
 
-def _durable(cluster: Cluster, entry: RequestEntry) -> int:
+def _durable(cluster: Cluster, entry: RequestState) -> int:
     assert cluster.coordinator is not None
     return cluster.coordinator.durable(entry.request_index, entry.placement)
 

@@ -81,7 +81,8 @@ async def assert_nothing_prefilled_again(client: Client, prefix: str) -> None:
     assert len(rows) == REQUESTS
     for row in rows:
         states = await states_of(client, row.request_id)
-        assert not {"QUEUED", "PREFILLING"} & set(states[states.index("RUNNING") :]), states
+        ran = states.index("RUNNING") if "RUNNING" in states else 0  # a coordinator may find it at its end
+        assert not {"QUEUED", "PREFILLING"} & set(states[ran:]), states
 
 
 async def count_prefilled_from_full_pages(client: Client, prefix: str) -> int:
