@@ -142,7 +142,7 @@ def test_two_ranks_over_nccl_that_draft_draw_the_tokens_of_generate(
 
 @pytest.mark.timeout(150)
 def test_two_ranks_on_one_gpu_split_the_prompts_of_one(checkpoint: Path) -> None:
-    """As threads, each with streams of its own; tokens are those of generate(), and of ranks that split nothing."""
+    """Run ranks as threads with streams of their own; tokens are those of generate(), and of unsplit prompts."""
     asks, seen = [[], asks_of(10, seed=9)], []
     for split_tokens in (RANKS.split_tokens, 0):
         ran = run_ranks_on_gpu(checkpoint, asks, msgspec.structs.replace(RANKS, split_tokens=split_tokens))
@@ -186,7 +186,7 @@ def test_request_leaves_amid_a_split_pass_on_one_gpu(leave_all: bool, checkpoint
 
 
 def same_until(ours: list[int], theirs: list[int]) -> int:
-    """How many tokens at the front are the same."""
+    """Count the tokens at the front that are the same."""
     return next((at for at, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other), len(ours))
 
 

@@ -177,7 +177,7 @@ def test_no_launch_waits_for_the_device(place: Path, family: str, dtype: str, kv
 @pytest.mark.parametrize("owner", [0, 1], ids=["owner", "guest"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_launch_of_a_split_unit_waits_for_the_device(place: Path, family: str, owner: int) -> None:
-    """Of rank 0, behind earlier rows: as the owner of the pass, and as the other rank."""
+    """Launch a unit of rank 0 behind earlier rows: as the owner of the pass, and as the other rank."""
     path = checkpoint(family, 32, place)
     runner = TransformersRunner.load(path, device="cuda", dtype="float32", collectives=Alike(0, 2), rows_max=128)
     rig = rig_of(runner, 300, graphs=False)

@@ -53,7 +53,7 @@ def _executed_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def git(*arguments: str) -> bytes:
-    """What git prints; skips the test where there is no history."""
+    """Return what git prints; skip the test where there is no history."""
     done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, check=False)
     if done.returncode or not done.stdout:
         pytest.skip(f"no history here: git {' '.join(arguments)} has no answer")

@@ -41,7 +41,7 @@ SETTINGS = WorkerSettings(
 
 @pytest.fixture(scope="module", params=[in_turn(FAMILIES)])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one family each commit, DeepSeek-V3.2 with weights in FP8, which a CPU decodes; drafts are mostly right."""
+    """Take one family each commit, DeepSeek-V3.2 with weights in FP8, which a CPU decodes; drafts are mostly right."""
     path = tmp_path_factory.mktemp("model")
     fp8 = request.param == "deepseek-v3.2"
     about: dict[str, Any] = {"index_topk": 32, "context_max_tokens": 512, "layers": 2}
