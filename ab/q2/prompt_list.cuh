@@ -1,0 +1,262 @@
+// The best k of a token's scores while they are formed: one warp, one token, positions in ascending order.
+//
+//     take     128 scores: those that may be among the best k are appended to a list in global memory (L2), in order
+//     shorten  a full list: a bar below which nothing is needed any more, found by histograms of 256 bins over the range
+//              of what is listed; entries below it go, the order stays. In the end, to the exact k best, of equal scores
+//              those of the lowest positions
+//     put      their positions, ascending
+//
+// The list is in order of position, so shortening it keeps that order and neither sorting nor bitmaps are needed, and a
+// score equal to the bar's loses to those before it once k are listed. A list of LISTED entries is shortened to k and at
+// most SLACK more, so a context of n positions in random order takes about k ln(n / k) appends and a few shortenings;
+// one in ascending order of scores takes n / (LISTED - k) of them: slower, as exact.
+//
+// L2 is far: a list is read by vectors of four neighbours a lane, several ahead of their use. Memory does not grow with the
+// context.
+//
+// Rejected: all scores in memory and a launch that selects (a block of 4,096 tokens at 128k takes 2 GiB, or as many
+// launches as fit less), lists in shared memory (eight tokens of a block take 256 KiB), a bar guessed from the token
+// before (not exact where the guess is too high).
+#pragma once
+
+#include "ptx.cuh"
+
+namespace hisparse {
+
+constexpr u32 LISTED = 4096, SLACK = 512, RANGE_BINS = 256, FEW_KEYS = 64;
+constexpr int TAKEN = 4;  // scores of a lane that are taken together
+constexpr i32 PROMPT_TOPK_MAX = LISTED - 2 * SLACK;  // so that a shortened list has room for more
+static_assert(PROMPT_TOPK_MAX + SLACK <= LISTED - 32 * TAKEN, "a shortened list is not crowded");
+
+// Order key of a score: compares as the score does, 0 for NaN, equal for both zeros.
+__device__ __forceinline__ u32 prompt_order(float score) {
+    const u32 bits = __float_as_uint(score + 0.0f);
+    if (score != score) return 0;
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// Where the best positions of a token go, and their rows in the slab.
+struct ListOut {
+    i32* positions;         // null: nowhere
+    i32* rows;              // null: nowhere
+    const i32* slab_pages;  // of the token's seat
+
+    __device__ __forceinline__ void put(u32 place, i32 position) const {
+        positions[place] = position;
+        if (rows == nullptr) return;
+        rows[place] = position < 0 ? -1 : slab_pages[position / PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS;
+    }
+};
+
+// Where a list lies.
+struct ListPlace {
+    u32* keys;  // [LISTED], in global memory; behind them as many positions
+    u32* bins;  // [RANGE_BINS], in shared memory
+
+    __device__ __forceinline__ u32* positions() const { return keys + LISTED; }
+};
+
+// Calls f(key, whether the list has it) for all keys of a list, by whole warps; READS vectors of a lane are read together.
+template <int READS, class Each> __device__ __forceinline__ void each_key(const ListPlace& at, u32 count, Each f) {
+    const u32 lane = threadIdx.x % 32;
+    const uint4* const fours = reinterpret_cast<const uint4*>(at.keys) + lane;
+#pragma unroll 1
+    for (u32 from = 0; from < count; from += 128 * READS) {
+        uint4 held[READS];
+#pragma unroll
+        for (int i = 0; i < READS; ++i) held[i] = fours[from / 4 + 32 * i];
+#pragma unroll
+        for (int i = 0; i < READS; ++i) {
+            const u32 place = from + 128 * i + 4 * lane;
+            f(held[i].x, place < count), f(held[i].y, place + 1 < count);
+            f(held[i].z, place + 2 < count), f(held[i].w, place + 3 < count);
+        }
+    }
+}
+
+// Find the bin that holds the `wanted`-th of the keys in [low, low + (1 << width)), in bins of 1 << shift: `low` becomes
+// its first key, `wanted` the rank in it. Returns how many keys it holds.
+template <int READS>
+__device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, u32 width, u32 shift, u32& wanted) {
+    const u32 lane = threadIdx.x % 32, base = low;
+    for (u32 i = lane; i < RANGE_BINS; i += 32) at.bins[i] = 0;
+    __syncwarp();
+    each_key<READS>(at, count, [&](u32 key, bool is_entry) {
+        const u32 over = key - base;
+        if (is_entry && key >= base && (width == 32 || over >> width == 0)) count_shared(at.bins + (over >> shift));
+    });
+    __syncwarp();
+    u32 own[8], sum = 0;  // of eight bins, the highest lane 0's
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) own[i] = at.bins[RANGE_BINS - 1 - (8 * lane + i)], sum += own[i];
+    u32 inclusive = sum;
+#pragma unroll
+    for (u32 step = 1; step < 32; step *= 2) {
+        const u32 left = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+        if (lane >= step) inclusive += left;
+    }
+    const u32 owner = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFF, inclusive >= wanted))) - 1;
+    u32 above = inclusive - sum, bin = 0, inside = 0;
+    bool found = false;
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+        if (!found && above + own[i] >= wanted) found = true, bin = RANGE_BINS - 1 - (8 * lane + i), inside = own[i];
+        if (!found) above += own[i];
+    }
+    bin = __shfl_sync(0xFFFFFFFF, bin, owner), inside = __shfl_sync(0xFFFFFFFF, inside, owner);
+    wanted -= __shfl_sync(0xFFFFFFFF, above, owner);
+    low += bin << shift;
+    return inside;
+}
+
+// Which key is the `wanted`-th of the FEW_KEYS or fewer in [low, low + (1 << width)), width < 32: `low` becomes that key,
+// `wanted` the rank among its equals.
+template <int READS>
+__device__ __forceinline__ void pick(const ListPlace& at, u32 count, u32& low, u32 width, u32& wanted) {
+    const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1, base = low;
+    u32 found = 0;
+    __syncwarp();
+    each_key<READS>(at, count, [&](u32 key, bool is_entry) {
+        const bool inside = is_entry && key >= base && (key - base) >> width == 0;
+        const u32 lanes = __ballot_sync(0xFFFFFFFF, inside);
+        if (inside) at.bins[found + __popc(lanes & below)] = key;
+        found += __popc(lanes);
+    });
+    __syncwarp();
+    const u32 first = at.bins[lane], second = at.bins[lane + 32];
+    u32 above[2] = {}, level[2] = {};
+#pragma unroll 1
+    for (u32 i = 0; i < found; ++i) {
+        const u32 key = at.bins[i];
+        above[0] += key > first, level[0] += key == first;
+        above[1] += key > second, level[1] += key == second;
+    }
+    const u32 own = __ballot_sync(0xFFFFFFFF, lane < found && above[0] < wanted && wanted <= above[0] + level[0]);
+    const u32 other = __ballot_sync(0xFFFFFFFF, lane + 32 < found && above[1] < wanted && wanted <= above[1] + level[1]);
+    const int owner = __ffs(static_cast<int>(own != 0 ? own : other)) - 1;
+    low = __shfl_sync(0xFFFFFFFF, own != 0 ? first : second, owner);
+    wanted -= __shfl_sync(0xFFFFFFFF, own != 0 ? above[0] : above[1], owner);
+}
+
+// Which entries of a list are the best: keys from `least` on, and of those equal to `low` the first `ties`.
+struct Cut {
+    u32 least, low, ties;
+};
+
+// Calls f(chosen, entries, places) for READS entries of this lane at a time, all in order: which are chosen by `cut`, and how
+// many are before each. Returns how many are chosen.
+template <int READS, class Each>
+__device__ __forceinline__ u32 each_chosen(const ListPlace& at, u32 count, Cut cut, Each f) {
+    const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1;
+    u32 kept = 0;
+#pragma unroll 1
+    for (u32 from = 0; from < count; from += 32 * READS) {
+        uint2 held[READS];
+        u32 to[READS];
+        bool chosen[READS];
+#pragma unroll
+        for (int i = 0; i < READS; ++i) {
+            const u32 place = from + 32 * i + lane;
+            held[i] = {at.keys[place], at.positions()[place]};
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < READS; ++i) {
+            const bool is_entry = from + 32 * i + lane < count, equal = is_entry && held[i].x == cut.low;
+            const u32 equals = __ballot_sync(0xFFFFFFFF, equal);
+            chosen[i] = is_entry && held[i].x >= cut.least || equal && __popc(equals & below) < cut.ties;
+            cut.ties -= min(cut.ties, static_cast<u32>(__popc(equals)));
+            const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen[i]);
+            to[i] = kept + __popc(lanes & below);
+            kept += __popc(lanes);
+        }
+        f(chosen, held, to);
+        __syncwarp();
+    }
+    return kept;
+}
+
+// A lane reads READS entries, or as many pairs, before it uses them.
+template <int READS> struct PromptList {
+    static_assert(LISTED % (128 * READS) == 0, "no lane reads beyond a list");
+    ListPlace at;
+    u32 k;
+    u32 count = 0, bar = 0;             // keys below `bar` are not needed; the same in all lanes
+    u32 least = 0xFFFFFFFF, most = 0;  // bounds of this lane's keys, and of all before it was last shortened
+
+    // TAKEN scores of a lane, as order keys, from position `first` on, 32 apart, where they are below `end`. Without branches:
+    // parts of it overlap.
+    __device__ __forceinline__ void take(const u32 (&keys)[TAKEN], i32 first, i32 end) {
+        const u32 below = (1u << threadIdx.x % 32) - 1;
+        bool wanted[TAKEN];
+        u32 lanes[TAKEN];
+#pragma unroll
+        for (int i = 0; i < TAKEN; ++i) {
+            wanted[i] = first + 32 * i < end && keys[i] >= bar;
+            lanes[i] = __ballot_sync(0xFFFFFFFF, wanted[i]);
+            least = min(least, wanted[i] ? keys[i] : 0xFFFFFFFF), most = max(most, wanted[i] ? keys[i] : 0);
+        }
+#pragma unroll
+        for (int i = 0; i < TAKEN; ++i) {
+            u32* const to = at.keys + count + __popc(lanes[i] & below);
+            store_if(wanted[i], to, keys[i]), store_if(wanted[i], to + LISTED, first + 32 * i);
+            count += __popc(lanes[i]);
+        }
+    }
+
+    // It may have no room for TAKEN scores of each lane, and must be shortened then.
+    __device__ __forceinline__ bool crowded() const { return count > LISTED - 32 * TAKEN; }
+
+    // Which entries are the best k, and at most SLACK more; if `exact`, k. It holds as many.
+    __device__ __forceinline__ Cut cut(bool exact) const {
+        __syncwarp();
+        u32 low = __reduce_min_sync(0xFFFFFFFF, least), wanted = k, ties = 0;
+        u32 width = 32 - __clz(static_cast<int>((__reduce_max_sync(0xFFFFFFFF, most) - low) | 1));
+#pragma unroll 1
+        while (true) {
+            const u32 shift = width > 8 ? width - 8 : 0;
+            const u32 inside = narrow<READS>(at, count, low, width, shift, wanted);
+            if (inside <= wanted + (exact ? 0 : SLACK)) break;
+            if (exact && shift > 0 && inside <= FEW_KEYS) pick<READS / 2>(at, count, low, shift, wanted), ties = wanted;
+            if (shift == 0) ties = wanted;
+            if (ties != 0) break;
+            width = shift;
+        }
+        return {low + (ties != 0), low, ties};
+    }
+
+    // Keep what is chosen. Entries move down, never past what has been read.
+    __device__ __forceinline__ void keep(const Cut& cut) {
+        bar = cut.least;
+        count = each_chosen<READS / 2>(at, count, cut, [&](const bool(&chosen)[READS / 2], const uint2(&held)[READS / 2], const u32(&to)[READS / 2]) {
+#pragma unroll
+            for (int i = 0; i < READS / 2; ++i)
+                if (chosen[i]) at.keys[to[i]] = held[i].x, at.positions()[to[i]] = held[i].y;
+        });
+        least = bar - (bar > 0);  // what is equal to the least that was kept may be below the bar
+    }
+
+    // Write the positions of what is chosen.
+    __device__ __forceinline__ void put(const Cut& cut, const ListOut& out) const {
+        constexpr int FEW = READS / 2;  // registers are scarce
+        each_chosen<FEW>(at, count, cut, [&](const bool(&chosen)[FEW], const uint2(&held)[FEW], const u32(&to)[FEW]) {
+            i32 pages[FEW] = {};
+            if (out.rows != nullptr)
+#pragma unroll
+                for (int i = 0; i < FEW; ++i) load_if(chosen[i], pages[i], out.slab_pages + held[i].y / PAGE_TOKENS);
+#pragma unroll
+            for (int i = 0; i < FEW; ++i) {
+                if (chosen[i]) out.positions[to[i]] = held[i].y;
+                if (chosen[i] && out.rows != nullptr) out.rows[to[i]] = pages[i] * PAGE_TOKENS + held[i].y % PAGE_TOKENS;
+            }
+        });
+    }
+
+    // For prompt_merge.
+    __device__ __forceinline__ void save(uint4* head) const {
+        const u32 low = __reduce_min_sync(0xFFFFFFFF, least), high = __reduce_max_sync(0xFFFFFFFF, most);
+        if (threadIdx.x % 32 == 0) *head = {count, bar, low, high};
+    }
+};
+
+}  // namespace hisparse
