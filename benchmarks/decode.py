@@ -93,7 +93,8 @@ class Cell:
 
 class Selections:
     """Stands in for the indexer's output, inside the graph: k places of a permutation, another for each request and
-    group, that begin `fresh` places further with each position."""
+    group, that begin `fresh` places further with each position. A step's selections of all groups are looked up in one
+    launch, ahead of the first; each costs a step one copy."""
 
     def __init__(
         self, groups: int, requests: int, context: int, k: int, overlap: float, device: torch.device | str = "cuda"
@@ -103,13 +104,14 @@ class Selections:
         self.context, self.fresh = context, round((1 - overlap) * k)
         self.places = torch.arange(k, device=device)
         self.first = torch.arange(requests, device=device) * context  # of each request's permutation
-        self.entries = torch.zeros(0, device=device)
+        self.chosen = self.order[:, :0]  # of this step: [groups, requests * k]
 
     def __call__(self, group: int, batch: StepBatch, topk: Tensor) -> None:
         if group == 0:
             places = (batch.lengths.long().unsqueeze(1) * self.fresh + self.places) % self.context
-            self.entries = (places + self.first[: len(batch.seats)].unsqueeze(1)).flatten()
-        torch.index_select(self.order[group], 0, self.entries, out=topk.view(-1))
+            entries = (places + self.first[: len(batch.seats)].unsqueeze(1)).flatten()
+            self.chosen = self.order.index_select(1, entries)
+        topk.view(-1).copy_(self.chosen[group])
 
 
 class Clock:

@@ -52,7 +52,7 @@ SPLITS_MAX: Final = 32
 @dataclass(frozen=True, eq=False)
 class Lists:
     state: structures.State  # parameters, which never change
-    entries: Tensor  # int32[processors, GROUP, LISTED, 2]: keys and positions
+    lists: Tensor  # int32[processors, GROUP, 2, LISTED]: keys and positions
     heads: Tensor  # int32[processors, GROUP, HEAD_WORDS]
 
 
@@ -89,18 +89,18 @@ def prompt_index(
     rows_out: Tensor | None,
 ) -> None:
     """As kernels.prompt_topk.prompt_topk, for what `takes` admits, unchecked. Never waits for the device."""
-    lists = _lists_of(state)
-    splits = splits_of(pieces.jobs, pieces.positions, len(lists.entries))
+    held = _lists_of(state)
+    splits = splits_of(pieces.jobs, pieces.positions, len(held.lists))
     block = structures.PromptIndex(
-        state=lists.state,
+        state=held.state,
         queries=queries.data_ptr(),
         weights=weights.data_ptr(),
         part=pieces.table.data_ptr(),
         slab_table=state.slab_table.data_ptr(),
         topk_out=topk_out.data_ptr(),
         rows_out=0 if rows_out is None else rows_out.data_ptr(),
-        entries=lists.entries.data_ptr(),
-        heads=lists.heads.data_ptr(),
+        lists=held.lists.data_ptr(),
+        heads=held.heads.data_ptr(),
         scale=scale,
         k=topk_out.shape[1],
         group=group,
@@ -109,7 +109,7 @@ def prompt_index(
         splits=splits,
         slab_pages=state.slab_table.shape[1],
     )
-    blocks = min(pieces.jobs * splits, len(lists.entries))
+    blocks = min(pieces.jobs * splits, len(held.lists))
     kernel, merge = kernels_of(queries.shape[1], key_bytes_of(keys), queries.device)
     kernel.launch((blocks, 1), block, stream_of(state), shared_bytes=SHARED_BYTES)
     if splits > 1:
@@ -154,7 +154,7 @@ def _lists_of(state: DeviceState) -> Lists:
     if state not in _lists:
         device = state.rows.device
         count = processors(device)
-        shapes = ((GROUP, LISTED, 2), (GROUP, HEAD_WORDS))
+        shapes = ((GROUP, 2, LISTED), (GROUP, HEAD_WORDS))
         with torch.inference_mode(False):  # the first caller may be inside, later ones outside
             tensors = (torch.zeros(count, *shape, dtype=torch.int32, device=device) for shape in shapes)
             _lists[state] = Lists(parameters.state_parameters(state), *tensors)

@@ -307,13 +307,6 @@ class IndexPart(Structure):
     _fields_ = fields(members)
 
 
-class ListEntry(Structure):
-    """A position that may be among the best of a token, and the order key of its score."""
-
-    members = (("u32", "key"), ("i32", "position"))
-    _fields_ = fields(members)
-
-
 class PromptIndex(Structure):
     members = (
         ("State", "state"),
@@ -323,7 +316,7 @@ class PromptIndex(Structure):
         ("const i32*", "slab_table", "[seats, slab_pages]"),
         ("i32*", "topk_out", "[rows, k]: positions"),
         ("i32*", "rows_out", "likewise: their rows in the slab; null: none"),
-        ("ListEntry*", "entries", "[blocks, 8, 4096]: lists (prompt_list.cuh)"),
+        ("u32*", "lists", "[blocks, 8, 2, 4096]: keys and positions (prompt_list.cuh)"),
         ("u32*", "heads", "[blocks, 8, 4]: count, bar, least and most of each list, where splits > 1"),
         ("float", "scale"),
         ("i32", "k, group, parts, jobs"),

@@ -56,8 +56,8 @@ inline std::function<void()> ends;  // what the kernel ahead writes last
 inline void await_last() {
     if (ends) ends();
 }
-inline void store_if(bool wanted, void* at, u32 first, u32 second) {
-    if (wanted) static_cast<u32*>(at)[0] = first, static_cast<u32*>(at)[1] = second;
+inline void store_if(bool wanted, u32* at, u32 value) {
+    if (wanted) *at = value;
 }
 inline void count_shared(u32* word) { ++*word; }
 inline void count_shared_if(bool condition, u32* word) { *word += condition; }

@@ -33,7 +33,7 @@ struct Try {
     const float* scores;
     i32 *out, *rows;
     const i32* slab_pages;
-    ListEntry* entries;
+    u32* lists;
     i32 length, k, splits;
 };
 void try_list(const Try p) {
@@ -41,9 +41,9 @@ void try_list(const Try p) {
     static MergeShared s;
     const i32 lane = threadIdx.x % 32, share = threadIdx.x / 32;
     const ListOut out{p.out, p.rows, p.slab_pages};
-    const i64 first = (p.splits - 1) * GROUP, own = (first - share * GROUP) * LISTED;
+    const i64 first = (p.splits - 1) * GROUP, own = (first - share * GROUP) * (2 * LISTED);
     if (share < p.splits) {
-        PromptList<8> list{{p.entries + own, bins[share]}, static_cast<u32>(p.k)};
+        PromptList<8> list{{p.lists + own, bins[share]}, static_cast<u32>(p.k)};
         const i32 end = p.length * (share + 1) / p.splits;
         for (i32 base = p.length * share / p.splits; base < end; base += 32 * TAKEN) {
             u32 keys[TAKEN];
@@ -51,20 +51,20 @@ void try_list(const Try p) {
                 const i32 position = base + lane + 32 * i;
                 keys[i] = position < end ? prompt_order(p.scores[position]) : 0;
             }
-            if (list.crowded()) list.shorten(false);
+            if (list.crowded()) list.keep(list.cut(false));
             list.take(keys, base + lane, end);
         }
-        if (p.splits == 1) list.shorten(true), list.put(out);
+        if (p.splits == 1) list.put(list.cut(true), out);
         else list.save(s.heads + share);
     }
     __syncthreads();
     PromptIndex index{};
-    index.entries = p.entries, index.k = p.k, index.splits = p.splits;
+    index.lists = p.lists, index.k = p.k, index.splits = p.splits;
     if (p.splits > 1) Merging{index, s, first}.select(out);
 }
 extern "C" bool run_try(const float* scores, int length, int k, int splits, int* out, int* rows, const int* slab_pages,
-                        void* entries) {
-    Try p{scores, out, rows, slab_pages, static_cast<ListEntry*>(entries), length, k, splits};
+                        void* lists) {
+    Try p{scores, out, rows, slab_pages, static_cast<u32*>(lists), length, k, splits};
     return emulated::run(try_list, &p, {1, 1, 1}, splits > 1 ? MERGE_THREADS : 32, 1, 0, 1).empty();
 }
 """
@@ -85,9 +85,9 @@ def selected(scores: Float32Array, k: int, splits: int = 1) -> Int32Array:
     """Positions that a list selects, or prompt_merge of the lists of `splits` equal parts. Their rows are checked."""
     out, rows = np.full((2, k), -1, np.int32)
     pages = np.random.default_rng(0).permutation(-(-len(scores) // PAGE_TOKENS)).astype(np.int32)
-    entries = np.zeros(splits * GROUP * LISTED, np.uint64)
+    lists = np.zeros((splits * GROUP, 2, LISTED), np.uint32)
     scores = np.ascontiguousarray(scores, np.float32)
-    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (scores, out, rows, pages, entries)]
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (scores, out, rows, pages, lists)]
     assert library().run_try(pointers[0], len(scores), k, splits, *pointers[1:])
     assert np.array_equal(rows, pages[out // PAGE_TOKENS] * PAGE_TOKENS + out % PAGE_TOKENS)
     return out

@@ -206,13 +206,6 @@ struct IndexPart {
 };
 static_assert(sizeof(IndexPart) == 20, "as ctypes lays it out");
 
-// A position that may be among the best of a token, and the order key of its score.
-struct ListEntry {
-    u32 key;
-    i32 position;
-};
-static_assert(sizeof(ListEntry) == 8, "as ctypes lays it out");
-
 struct PromptIndex {
     State state;
     const void* queries;    // bfloat16 [rows, heads, dim]
@@ -221,7 +214,7 @@ struct PromptIndex {
     const i32* slab_table;  // [seats, slab_pages]
     i32* topk_out;          // [rows, k]: positions
     i32* rows_out;          // likewise: their rows in the slab; null: none
-    ListEntry* entries;     // [blocks, 8, 4096]: lists (prompt_list.cuh)
+    u32* lists;             // [blocks, 8, 2, 4096]: keys and positions (prompt_list.cuh)
     u32* heads;             // [blocks, 8, 4]: count, bar, least and most of each list, where splits > 1
     float scale;
     i32 k, group, parts, jobs;

@@ -371,6 +371,16 @@ __device__ __forceinline__ void score_pages(const PromptIndex& p, PromptShared& 
     });
 }
 
+// The end of a token's list, whose best `put` writes, unless the token takes all positions, or a page is not granted.
+template <class Put> __device__ __forceinline__ void finish(const PromptIndex& p, i32 unit, int token, Put put) {
+    const Job job = job_at(p, unit);  // read again: registers are scarce
+    const Selecting selecting{p, job, token, job.length(token)};
+    if (selecting.chooses() && selecting.granted())
+        put(selecting.out());
+    else if (selecting.length > 0)
+        selecting.take_all();
+}
+
 // All jobs of the warps that list, each for a token.
 __device__ __forceinline__ void list_scores(const PromptIndex& p, PromptShared& s) {
     static_assert(32 * TAKEN == TEAMS * PAGE_TOKENS, "scores of as many pages are taken together");
@@ -381,11 +391,17 @@ __device__ __forceinline__ void list_scores(const PromptIndex& p, PromptShared& 
         const Job job = job_at(p, unit);
         const i32 end = PAGE_TOKENS * job.end_page(p), length = job.length(number), last = length > p.k ? min(length, end) : 0;
         const u32 place = blockIdx.x * GROUP + number;
-        PromptList<LIST_READS> list{{p.entries + static_cast<u64>(place) * LISTED, s.bins[number]}, static_cast<u32>(p.k)};
+        PromptList<LIST_READS> list{{p.lists + static_cast<u64>(place) * (2 * LISTED), s.bins[number]}, static_cast<u32>(p.k)};
 #pragma unroll 1
         for (i32 first = PAGE_TOKENS * job.first_page(p);; first += 32 * TAKEN, ++turn) {
             const bool is_over = first >= end;
-            if (is_over ? last > 0 && p.splits == 1 : list.crowded()) list.shorten(is_over);
+            if (is_over ? last > 0 && p.splits == 1 : list.crowded()) {
+                const Cut cut = list.cut(is_over);
+                if (is_over)
+                    finish(p, unit, number, [&](const ListOut& out) { list.put(cut, out); });
+                else
+                    list.keep(cut);
+            }
             if (is_over) break;
             const u32 slot = turn % SCORED;
             await_phase(shared_address(s.scored + slot), turn / SCORED & 1);
@@ -400,10 +416,7 @@ __device__ __forceinline__ void list_scores(const PromptIndex& p, PromptShared& 
             list.save(reinterpret_cast<uint4*>(p.heads) + place);
             return;
         }
-        const Job same = job_at(p, unit);  // read again: registers are scarce
-        const Selecting selecting{p, same, number, same.length(number)};
-        if (selecting.chooses() && selecting.granted()) list.put(selecting.out());
-        else if (selecting.length > 0) selecting.take_all();
+        if (last == 0) finish(p, unit, number, [](const ListOut&) {});
     });
 }
 

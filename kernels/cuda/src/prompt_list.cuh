@@ -23,7 +23,7 @@
 
 namespace hisparse {
 
-constexpr u32 LISTED = 4096, SLACK = 512, RANGE_BINS = 256;
+constexpr u32 LISTED = 4096, SLACK = 512, RANGE_BINS = 256, FEW_KEYS = 64;
 constexpr int TAKEN = 4;  // scores of a lane that are taken together
 constexpr i32 PROMPT_TOPK_MAX = LISTED - 2 * SLACK;  // so that a shortened list has room for more
 static_assert(PROMPT_TOPK_MAX + SLACK <= LISTED - 32 * TAKEN, "a shortened list is not crowded");
@@ -50,33 +50,41 @@ struct ListOut {
 
 // Where a list lies.
 struct ListPlace {
-    ListEntry* entries;  // [LISTED], in global memory
-    u32* bins;       // [RANGE_BINS], in shared memory
+    u32* keys;  // [LISTED], in global memory; behind them as many positions
+    u32* bins;  // [RANGE_BINS], in shared memory
+
+    __device__ __forceinline__ u32* positions() const { return keys + LISTED; }
 };
+
+// Calls f(key, whether the list has it) for all keys of a list, by whole warps; READS vectors of a lane are read together.
+template <int READS, class Each> __device__ __forceinline__ void each_key(const ListPlace& at, u32 count, Each f) {
+    const u32 lane = threadIdx.x % 32;
+    const uint4* const fours = reinterpret_cast<const uint4*>(at.keys) + lane;
+#pragma unroll 1
+    for (u32 from = 0; from < count; from += 128 * READS) {
+        uint4 held[READS];
+#pragma unroll
+        for (int i = 0; i < READS; ++i) held[i] = fours[from / 4 + 32 * i];
+#pragma unroll
+        for (int i = 0; i < READS; ++i) {
+            const u32 place = from + 128 * i + 4 * lane;
+            f(held[i].x, place < count), f(held[i].y, place + 1 < count);
+            f(held[i].z, place + 2 < count), f(held[i].w, place + 3 < count);
+        }
+    }
+}
 
 // Find the bin that holds the `wanted`-th of the keys in [low, low + (1 << width)), in bins of 1 << shift: `low` becomes
 // its first key, `wanted` the rank in it. Returns how many keys it holds.
 template <int READS>
 __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, u32 width, u32 shift, u32& wanted) {
     const u32 lane = threadIdx.x % 32, base = low;
-    const uint4* const pairs = reinterpret_cast<const uint4*>(at.entries) + lane;
     for (u32 i = lane; i < RANGE_BINS; i += 32) at.bins[i] = 0;
     __syncwarp();
-    const auto count_key = [&](u32 key, bool is_entry) {
+    each_key<READS>(at, count, [&](u32 key, bool is_entry) {
         const u32 over = key - base;
         if (is_entry && key >= base && (width == 32 || over >> width == 0)) count_shared(at.bins + (over >> shift));
-    };
-#pragma unroll 1
-    for (u32 from = 0; from < count; from += 64 * READS) {
-        uint4 held[READS];
-#pragma unroll
-        for (int i = 0; i < READS; ++i) held[i] = pairs[from / 2 + 32 * i];
-#pragma unroll
-        for (int i = 0; i < READS; ++i) {
-            const u32 place = from + 64 * i + 2 * lane;
-            count_key(held[i].x, place < count), count_key(held[i].z, place + 1 < count);
-        }
-    }
+    });
     __syncwarp();
     u32 own[8], sum = 0;  // of eight bins, the highest lane 0's
 #pragma unroll
@@ -101,28 +109,68 @@ __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, 
     return inside;
 }
 
-// Keep keys from `least` on, in order, and of those equal to `low` the first `ties`. Returns how many. Entries move down,
-// never past what has been read.
+// Which key is the `wanted`-th of the FEW_KEYS or fewer in [low, low + (1 << width)), width < 32: `low` becomes that key,
+// `wanted` the rank among its equals.
 template <int READS>
-__device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 least, u32 low, u32 ties) {
+__device__ __forceinline__ void pick(const ListPlace& at, u32 count, u32& low, u32 width, u32& wanted) {
+    const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1, base = low;
+    u32 found = 0;
+    __syncwarp();
+    each_key<READS>(at, count, [&](u32 key, bool is_entry) {
+        const bool inside = is_entry && key >= base && (key - base) >> width == 0;
+        const u32 lanes = __ballot_sync(0xFFFFFFFF, inside);
+        if (inside) at.bins[found + __popc(lanes & below)] = key;
+        found += __popc(lanes);
+    });
+    __syncwarp();
+    const u32 first = at.bins[lane], second = at.bins[lane + 32];
+    u32 above[2] = {}, level[2] = {};
+#pragma unroll 1
+    for (u32 i = 0; i < found; ++i) {
+        const u32 key = at.bins[i];
+        above[0] += key > first, level[0] += key == first;
+        above[1] += key > second, level[1] += key == second;
+    }
+    const u32 own = __ballot_sync(0xFFFFFFFF, lane < found && above[0] < wanted && wanted <= above[0] + level[0]);
+    const u32 other = __ballot_sync(0xFFFFFFFF, lane + 32 < found && above[1] < wanted && wanted <= above[1] + level[1]);
+    const int owner = __ffs(static_cast<int>(own != 0 ? own : other)) - 1;
+    low = __shfl_sync(0xFFFFFFFF, own != 0 ? first : second, owner);
+    wanted -= __shfl_sync(0xFFFFFFFF, own != 0 ? above[0] : above[1], owner);
+}
+
+// Which entries of a list are the best: keys from `least` on, and of those equal to `low` the first `ties`.
+struct Cut {
+    u32 least, low, ties;
+};
+
+// Calls f(chosen, entries, places) for READS entries of this lane at a time, all in order: which are chosen by `cut`, and how
+// many are before each. Returns how many are chosen.
+template <int READS, class Each>
+__device__ __forceinline__ u32 each_chosen(const ListPlace& at, u32 count, Cut cut, Each f) {
     const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1;
     u32 kept = 0;
 #pragma unroll 1
     for (u32 from = 0; from < count; from += 32 * READS) {
         uint2 held[READS];
+        u32 to[READS];
+        bool chosen[READS];
 #pragma unroll
-        for (int i = 0; i < READS; ++i) held[i] = reinterpret_cast<const uint2*>(at.entries)[from + 32 * i + lane];
+        for (int i = 0; i < READS; ++i) {
+            const u32 place = from + 32 * i + lane;
+            held[i] = {at.keys[place], at.positions()[place]};
+        }
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
-            const bool is_entry = from + 32 * i + lane < count, equal = is_entry && held[i].x == low;
+            const bool is_entry = from + 32 * i + lane < count, equal = is_entry && held[i].x == cut.low;
             const u32 equals = __ballot_sync(0xFFFFFFFF, equal);
-            const bool chosen = is_entry && held[i].x >= least || equal && __popc(equals & below) < ties;
-            ties -= min(ties, static_cast<u32>(__popc(equals)));
-            const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen), to = kept + __popc(lanes & below);
-            if (chosen) reinterpret_cast<uint2*>(at.entries)[to] = held[i];
+            chosen[i] = is_entry && held[i].x >= cut.least || equal && __popc(equals & below) < cut.ties;
+            cut.ties -= min(cut.ties, static_cast<u32>(__popc(equals)));
+            const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen[i]);
+            to[i] = kept + __popc(lanes & below);
             kept += __popc(lanes);
         }
+        f(chosen, held, to);
         __syncwarp();
     }
     return kept;
@@ -130,7 +178,7 @@ __device__ __forceinline__ u32 keep(const ListPlace& at, u32 count, u32 least, u
 
 // A lane reads READS entries, or as many pairs, before it uses them.
 template <int READS> struct PromptList {
-    static_assert(LISTED % (64 * READS) == 0, "no lane reads beyond a list");
+    static_assert(LISTED % (128 * READS) == 0, "no lane reads beyond a list");
     ListPlace at;
     u32 k;
     u32 count = 0, bar = 0;             // keys below `bar` are not needed; the same in all lanes
@@ -150,7 +198,8 @@ template <int READS> struct PromptList {
         }
 #pragma unroll
         for (int i = 0; i < TAKEN; ++i) {
-            store_if(wanted[i], at.entries + count + __popc(lanes[i] & below), keys[i], first + 32 * i);
+            u32* const to = at.keys + count + __popc(lanes[i] & below);
+            store_if(wanted[i], to, keys[i]), store_if(wanted[i], to + LISTED, first + 32 * i);
             count += __popc(lanes[i]);
         }
     }
@@ -158,8 +207,8 @@ template <int READS> struct PromptList {
     // It may have no room for TAKEN scores of each lane, and must be shortened then.
     __device__ __forceinline__ bool crowded() const { return count > LISTED - 32 * TAKEN; }
 
-    // Down to k entries and at most SLACK more; if `exact`, to k. It holds as many.
-    __device__ __forceinline__ void shorten(bool exact) {
+    // Which entries are the best k, and at most SLACK more; if `exact`, k. It holds as many.
+    __device__ __forceinline__ Cut cut(bool exact) const {
         __syncwarp();
         u32 low = __reduce_min_sync(0xFFFFFFFF, least), wanted = k, ties = 0;
         u32 width = 32 - __clz(static_cast<int>((__reduce_max_sync(0xFFFFFFFF, most) - low) | 1));
@@ -168,36 +217,39 @@ template <int READS> struct PromptList {
             const u32 shift = width > 8 ? width - 8 : 0;
             const u32 inside = narrow<READS>(at, count, low, width, shift, wanted);
             if (inside <= wanted + (exact ? 0 : SLACK)) break;
-            if (shift == 0) {
-                ties = wanted;
-                break;
-            }
+            if (exact && shift > 0 && inside <= FEW_KEYS) pick<READS>(at, count, low, shift, wanted), ties = wanted;
+            if (shift == 0) ties = wanted;
+            if (ties != 0) break;
             width = shift;
         }
-        bar = low + (ties != 0);
-        count = keep<READS>(at, count, bar, low, ties);
+        return {low + (ties != 0), low, ties};
+    }
+
+    // Keep what is chosen. Entries move down, never past what has been read.
+    __device__ __forceinline__ void keep(const Cut& cut) {
+        bar = cut.least;
+        count = each_chosen<READS>(at, count, cut, [&](const bool(&chosen)[READS], const uint2(&held)[READS], const u32(&to)[READS]) {
+#pragma unroll
+            for (int i = 0; i < READS; ++i)
+                if (chosen[i]) at.keys[to[i]] = held[i].x, at.positions()[to[i]] = held[i].y;
+        });
         least = bar - (bar > 0);  // what is equal to the least that was kept may be below the bar
     }
 
-    // Write the positions of a list of k.
-    __device__ __forceinline__ void put(const ListOut& out) const {
-        __syncwarp();
-#pragma unroll 1
-        for (u32 from = threadIdx.x % 32; from < k; from += 32 * READS) {
-            i32 positions[READS], pages[READS] = {};
-#pragma unroll
-            for (int i = 0; i < READS; ++i) positions[i] = at.entries[min(from + 32 * i, k - 1)].position;
+    // Write the positions of what is chosen.
+    __device__ __forceinline__ void put(const Cut& cut, const ListOut& out) const {
+        constexpr int FEW = READS / 2;  // registers are scarce
+        each_chosen<FEW>(at, count, cut, [&](const bool(&chosen)[FEW], const uint2(&held)[FEW], const u32(&to)[FEW]) {
+            i32 pages[FEW] = {};
             if (out.rows != nullptr)
 #pragma unroll
-                for (int i = 0; i < READS; ++i) pages[i] = out.slab_pages[positions[i] / PAGE_TOKENS];
+                for (int i = 0; i < FEW; ++i) load_if(chosen[i], pages[i], out.slab_pages + held[i].y / PAGE_TOKENS);
 #pragma unroll
-            for (int i = 0; i < READS; ++i) {
-                const u32 place = from + 32 * i;
-                if (place < k) out.positions[place] = positions[i];
-                if (place < k && out.rows != nullptr)
-                    out.rows[place] = pages[i] * PAGE_TOKENS + positions[i] % PAGE_TOKENS;
+            for (int i = 0; i < FEW; ++i) {
+                if (chosen[i]) out.positions[to[i]] = held[i].y;
+                if (chosen[i] && out.rows != nullptr) out.rows[to[i]] = pages[i] * PAGE_TOKENS + held[i].y % PAGE_TOKENS;
             }
-        }
+        });
     }
 
     // For prompt_merge.

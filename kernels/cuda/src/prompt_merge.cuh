@@ -45,8 +45,8 @@ struct Merging {
     MergeShared& s;
     i64 first;  // number of the list of the first share; those of others lie before it
 
-    __device__ __forceinline__ const ListEntry* list_of(i32 share) const {
-        return p.entries + (first - static_cast<i64>(share) * GROUP) * LISTED;
+    __device__ __forceinline__ const u32* list_of(i32 share) const {
+        return p.lists + (first - static_cast<i64>(share) * GROUP) * (2 * LISTED);
     }
 
     // Calls f(share, keys, their positions, how many of them there are) for this lane's entries of each list.
@@ -63,13 +63,13 @@ struct Merging {
                 counts[n] = place < count ? min(4u, count - place) : 0;
                 held[n][0] = held[n][1] = {};
                 const uint4* const entries = reinterpret_cast<const uint4*>(list_of(from + n) + place);
-                if (counts[n] > 0) held[n][0] = entries[0], held[n][1] = entries[1];
+                if (counts[n] > 0) held[n][0] = entries[0], held[n][1] = entries[LISTED / 4];  // keys, positions
             }
 #pragma unroll
             for (int n = 0; n < READS; ++n) {
                 if (from + n >= p.splits) break;
-                const u32 keys[4] = {held[n][0].x, held[n][0].z, held[n][1].x, held[n][1].z};
-                const u32 positions[4] = {held[n][0].y, held[n][0].w, held[n][1].y, held[n][1].w};
+                const u32 keys[4] = {held[n][0].x, held[n][0].y, held[n][0].z, held[n][0].w};
+                const u32 positions[4] = {held[n][1].x, held[n][1].y, held[n][1].z, held[n][1].w};
                 f(from + n, keys, positions, counts[n]);
             }
         }

@@ -36,11 +36,10 @@ __device__ __forceinline__ void load_now(int4& v, const int4* at) {
 __device__ __forceinline__ void load_now(i32& v, const i32* at) {
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(at));
 }
-// Stores two words where `wanted`, without a branch.
-__device__ __forceinline__ void store_if(bool wanted, void* at, u32 first, u32 second) {
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v2.u32 [%1], {%2, %3}; }" ::"r"(
-                     static_cast<u32>(wanted)),
-                 "l"(at), "r"(first), "r"(second)
+// Stores a word where `wanted`, without a branch.
+__device__ __forceinline__ void store_if(bool wanted, u32* at, u32 value) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.u32 [%1], %2; }" ::"r"(static_cast<u32>(wanted)), "l"(at),
+                 "r"(value)
                  : "memory");
 }
 // Loads `v` from `at` where `wanted`, without a branch.
