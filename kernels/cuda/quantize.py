@@ -159,11 +159,12 @@ def quantize_gated(
     gate: Tensor, up: Tensor, *, powers: bool, placed: Placed | None = None, total: int = 0
 ) -> Quantized:
     """silu(gate) * up, rounded to bfloat16 after each of both, as `quantize`. Rows bfloat16[rows, k] lie equally far
-    apart in both; by `placed`, those ahead of the last end are read and written."""
+    apart in both; by `placed`, those of its choices are read and written, and no others."""
     rows, k = _checked("gate", gate)
     target = _target(max(rows, total), k, gate.device, placed)
     if rows:
-        _launch("quantize_gated", gate, up, placed, target, rows, 1, powers=powers)
+        count = rows if placed is None else len(placed.rows)
+        _launch("quantize_gated", gate, up, placed, target, count, 1, powers=powers)
     return target
 
 
@@ -225,8 +226,7 @@ def _launch(
     parameters = QuantizeRows(
         hidden=hidden.data_ptr(),
         factors=None if factors is None else factors.data_ptr(),
-        rows=None if placed is None or factors is not None else placed.rows.data_ptr(),
-        behind=None if placed is None or factors is None else placed.ends[-1:].data_ptr(),
+        rows=None if placed is None else placed.rows.data_ptr(),
         values=target.values.data_ptr(),
         scales=target.scales.data_ptr(),
         stride=hidden.stride(0),

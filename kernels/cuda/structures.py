@@ -393,9 +393,8 @@ class QuantizeRows(Structure):
         (
             "const i32*",
             "rows",
-            "[count, choices] places of a row, -1: none; null: its own",
+            "[count, choices] where each row goes, -1: nowhere; of quantize_gated where it is; null: its number",
         ),
-        ("const i32*", "behind", "of quantize_gated: the end of the last expert's rows; null: count"),
         ("u8*", "values", "[rows, k] e4m3"),
         ("float*", "scales", "[blocks, span]"),
         ("i64", "stride"),

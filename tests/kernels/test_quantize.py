@@ -197,6 +197,27 @@ def test_threads_that_take_several_units_leave_none_out(by_experts: bool, monkey
         assert torch.equal(got.scales[row], scales[row])
 
 
+def test_rows_between_experts_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few of a step's rows are anyone's: most only fill the tile of an expert."""
+
+    def poisoned(*about: object) -> quantize.Quantized:
+        found = target(*about)  # type: ignore[arg-type]
+        found.values.view(torch.uint8).fill_(0x2A)
+        found.scales.fill_(-1)
+        return found
+
+    target = quantize._target
+    monkeypatch.setattr(quantize, "_target", poisoned)
+    chosen = torch.tensor([[0, 2], [1, -1], [2, 0]], dtype=torch.int32)
+    placed = quantize.place(chosen, 0, 3, multiple=64)
+    both = drawn(placed.total, 512, seed=5)
+    got = quantize.quantize_gated(both[:, :256], both[:, 256:], powers=True, placed=placed)
+    spare = torch.ones(placed.total, dtype=torch.bool).index_fill(0, placed.rows[placed.rows >= 0].long(), False)
+    assert got.values.view(torch.uint8)[spare].eq(0x2A).all()
+    assert got.scales[spare].eq(-1).all()
+    assert got.scales[~spare].gt(0).all()
+
+
 @pytest.mark.parametrize("exponent", [-110, -20, 0, 118])
 def test_powers_of_two_of_any_size_divide_exactly(exponent: int) -> None:
     hidden = (torch.arange(BLOCK).float() - 64).mul(2.0**exponent).bfloat16()[None]

@@ -277,8 +277,7 @@ static_assert(sizeof(PlaceRows) == 64, "as ctypes lays it out");
 struct QuantizeRows {
     const u16* hidden;   // [rows, k] bfloat16, `stride` values apart
     const u16* factors;  // of quantize_gated: likewise
-    const i32* rows;     // [count, choices] places of a row, -1: none; null: its own
-    const i32* behind;   // of quantize_gated: the end of the last expert's rows; null: count
+    const i32* rows;     // [count, choices] where each row goes, -1: nowhere; of quantize_gated where it is; null: its number
     u8* values;          // [rows, k] e4m3
     float* scales;       // [blocks, span]
     i64 stride;
@@ -287,7 +286,7 @@ struct QuantizeRows {
     i32 span;            // at least as many as there are rows
     i32 powers;          // 1: scales are powers of two
 };
-static_assert(sizeof(QuantizeRows) == 80, "as ctypes lays it out");
+static_assert(sizeof(QuantizeRows) == 72, "as ctypes lays it out");
 
 struct SpreadRows {
     const u8* codes;     // [count, k] e4m3, `stride` bytes apart

@@ -23,7 +23,7 @@
 
 namespace hisparse {
 
-constexpr u32 LISTED = 4096, SLACK = 512, RANGE_BINS = 256, FEW_KEYS = 64;
+constexpr u32 LISTED = 4096, SLACK = 512, RANGE_BINS = 256;
 constexpr int TAKEN = 4;  // scores of a lane that are taken together
 constexpr i32 PROMPT_TOPK_MAX = LISTED - 2 * SLACK;  // so that a shortened list has room for more
 static_assert(PROMPT_TOPK_MAX + SLACK <= LISTED - 32 * TAKEN, "a shortened list is not crowded");
@@ -56,10 +56,18 @@ struct ListPlace {
     __device__ __forceinline__ u32* positions() const { return keys + LISTED; }
 };
 
-// Calls f(key, whether the list has it) for all keys of a list, by whole warps; READS vectors of a lane are read together.
-template <int READS, class Each> __device__ __forceinline__ void each_key(const ListPlace& at, u32 count, Each f) {
-    const u32 lane = threadIdx.x % 32;
+// Find the bin that holds the `wanted`-th of the keys in [low, low + (1 << width)), in bins of 1 << shift: `low` becomes
+// its first key, `wanted` the rank in it. Returns how many keys it holds.
+template <int READS>
+__device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, u32 width, u32 shift, u32& wanted) {
+    const u32 lane = threadIdx.x % 32, base = low;
     const uint4* const fours = reinterpret_cast<const uint4*>(at.keys) + lane;
+    for (u32 i = lane; i < RANGE_BINS; i += 32) at.bins[i] = 0;
+    __syncwarp();
+    const auto count_key = [&](u32 key, bool is_entry) {
+        const u32 over = key - base;
+        if (is_entry && key >= base && (width == 32 || over >> width == 0)) count_shared(at.bins + (over >> shift));
+    };
 #pragma unroll 1
     for (u32 from = 0; from < count; from += 128 * READS) {
         uint4 held[READS];
@@ -68,23 +76,10 @@ template <int READS, class Each> __device__ __forceinline__ void each_key(const 
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
             const u32 place = from + 128 * i + 4 * lane;
-            f(held[i].x, place < count), f(held[i].y, place + 1 < count);
-            f(held[i].z, place + 2 < count), f(held[i].w, place + 3 < count);
+            count_key(held[i].x, place < count), count_key(held[i].y, place + 1 < count);
+            count_key(held[i].z, place + 2 < count), count_key(held[i].w, place + 3 < count);
         }
     }
-}
-
-// Find the bin that holds the `wanted`-th of the keys in [low, low + (1 << width)), in bins of 1 << shift: `low` becomes
-// its first key, `wanted` the rank in it. Returns how many keys it holds.
-template <int READS>
-__device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, u32 width, u32 shift, u32& wanted) {
-    const u32 lane = threadIdx.x % 32, base = low;
-    for (u32 i = lane; i < RANGE_BINS; i += 32) at.bins[i] = 0;
-    __syncwarp();
-    each_key<READS>(at, count, [&](u32 key, bool is_entry) {
-        const u32 over = key - base;
-        if (is_entry && key >= base && (width == 32 || over >> width == 0)) count_shared(at.bins + (over >> shift));
-    });
     __syncwarp();
     u32 own[8], sum = 0;  // of eight bins, the highest lane 0's
 #pragma unroll
@@ -107,35 +102,6 @@ __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, 
     wanted -= __shfl_sync(0xFFFFFFFF, above, owner);
     low += bin << shift;
     return inside;
-}
-
-// Which key is the `wanted`-th of the FEW_KEYS or fewer in [low, low + (1 << width)), width < 32: `low` becomes that key,
-// `wanted` the rank among its equals.
-template <int READS>
-__device__ __forceinline__ void pick(const ListPlace& at, u32 count, u32& low, u32 width, u32& wanted) {
-    const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1, base = low;
-    u32 found = 0;
-    __syncwarp();
-    each_key<READS>(at, count, [&](u32 key, bool is_entry) {
-        const bool inside = is_entry && key >= base && (key - base) >> width == 0;
-        const u32 lanes = __ballot_sync(0xFFFFFFFF, inside);
-        if (inside) at.bins[found + __popc(lanes & below)] = key;
-        found += __popc(lanes);
-    });
-    __syncwarp();
-    const u32 first = at.bins[lane], second = at.bins[lane + 32];
-    u32 above[2] = {}, level[2] = {};
-#pragma unroll 1
-    for (u32 i = 0; i < found; ++i) {
-        const u32 key = at.bins[i];
-        above[0] += key > first, level[0] += key == first;
-        above[1] += key > second, level[1] += key == second;
-    }
-    const u32 own = __ballot_sync(0xFFFFFFFF, lane < found && above[0] < wanted && wanted <= above[0] + level[0]);
-    const u32 other = __ballot_sync(0xFFFFFFFF, lane + 32 < found && above[1] < wanted && wanted <= above[1] + level[1]);
-    const int owner = __ffs(static_cast<int>(own != 0 ? own : other)) - 1;
-    low = __shfl_sync(0xFFFFFFFF, own != 0 ? first : second, owner);
-    wanted -= __shfl_sync(0xFFFFFFFF, own != 0 ? above[0] : above[1], owner);
 }
 
 // Which entries of a list are the best: keys from `least` on, and of those equal to `low` the first `ties`.
@@ -217,9 +183,10 @@ template <int READS> struct PromptList {
             const u32 shift = width > 8 ? width - 8 : 0;
             const u32 inside = narrow<READS>(at, count, low, width, shift, wanted);
             if (inside <= wanted + (exact ? 0 : SLACK)) break;
-            if (exact && shift > 0 && inside <= FEW_KEYS) pick<READS>(at, count, low, shift, wanted), ties = wanted;
-            if (shift == 0) ties = wanted;
-            if (ties != 0) break;
+            if (shift == 0) {
+                ties = wanted;
+                break;
+            }
             width = shift;
         }
         return {low + (ties != 0), low, ties};

@@ -247,27 +247,30 @@ extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
     }
 }
 
-// silu(hidden) * factors, rounded to bfloat16 after each of both, of the first rows; of experts those ahead of the last end.
+// silu(hidden) * factors, rounded to bfloat16 after each of both, of rows where they are; of experts those that were chosen.
 extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
     quantize_gated(const __grid_constant__ hisparse::QuantizeRows p) {
     using namespace hisparse;
     await_last();
     let_next_begin();
-    uint4 words[UNITS], factors[UNITS];
-    const u32 behind = p.behind == nullptr ? static_cast<u32>(p.count) : static_cast<u32>(*p.behind);
+    i32 rows[UNITS];
 #pragma unroll
     for (int turn = 0; turn < UNITS; ++turn) {
         const Unit unit = own_unit(p, turn);
+        rows[turn] = !unit.real ? -1 : p.rows == nullptr ? static_cast<i32>(unit.row) : p.rows[unit.row];
+    }
+    uint4 words[UNITS], factors[UNITS];
+#pragma unroll
+    for (int turn = 0; turn < UNITS; ++turn) {
         words[turn] = factors[turn] = {0, 0, 0, 0};
-        if (unit.row >= behind) continue;
-        const i64 at = unit.row * p.stride + column_of(unit);
+        if (rows[turn] < 0) continue;
+        const i64 at = rows[turn] * p.stride + column_of(own_unit(p, turn));
         words[turn] = *reinterpret_cast<const uint4*>(p.hidden + at);
         factors[turn] = *reinterpret_cast<const uint4*>(p.factors + at);
     }
 #pragma unroll
     for (int turn = 0; turn < UNITS; ++turn) {
-        const Unit unit = own_unit(p, turn);
-        if (!__any_sync(ALL_LANES, unit.row < behind)) return;
+        if (!__any_sync(ALL_LANES, rows[turn] >= 0)) continue;
         float x[LANE_VALUES], factor[LANE_VALUES];
         widen(x, words[turn]);
         widen(factor, factors[turn]);
@@ -278,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
         }
         const float scale = scale_of(x, p.powers);
         const uint2 codes = codes_of(x, scale, p.powers);
-        if (unit.row < behind) store_unit(p, unit.row, unit, codes, scale);
+        if (rows[turn] >= 0) store_unit(p, rows[turn], own_unit(p, turn), codes, scale);
     }
 }
 
