@@ -209,12 +209,21 @@ def make_pool(geometry: Geometry, config: Any, gibibytes: int) -> Tensor:
 # ---------------------------------------------------------------- a model with a page table and nothing else
 
 
-def look_up(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
+def look_up(
+    state: DeviceState,
+    group: int,
+    topk: Tensor,
+    batch: StepBatch,
+    out_rows: Tensor,
+    plan: MissPlan,
+    *,
+    beside: bool = False,
+) -> None:
     """What an engine without HiSparse does instead of swap_in: positions to rows through the page table.
 
     Contexts here are longer than top-k, so that no entry of a real row is -1.
     """
-    del group, plan
+    del group, plan, beside
     seats, pages = batch.seats.where(real_rows(batch), 0), topk.clamp(min=0) // PAGE_TOKENS
     chunks = state.chunk_table.index_select(0, seats).gather(1, pages.long())
     torch.add(chunks * PAGE_TOKENS, topk % PAGE_TOKENS, out=out_rows)

@@ -33,15 +33,26 @@ from protocol.errors import BadInput
 from protocol.units import TOPK_MAX
 
 
-def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
+def swap_in(
+    state: DeviceState,
+    group: int,
+    topk: Tensor,
+    batch: StepBatch,
+    out_rows: Tensor,
+    plan: MissPlan,
+    *,
+    beside: bool = False,
+) -> None:
     """Device rows of `topk` int32[B, k] into `out_rows` int32[B, k]; the misses of the anchor layer are copied.
+
+    `beside`: other kernels run meanwhile, to which half of the device is left where the batch allows it.
 
     `plan` receives the copies for replay_misses. `batch` as begin_step left it. Changes slot_of,
     slot_token, stamp, eviction queue, hits, misses of `group`, rows of its anchor layer, and `batch.rejected` of rows
     behind depth 0 that did not fit; nothing else. Raises BadInput before any change when a tensor does not fit.
     """
     check_swap_in(state, group, topk, batch, out_rows, plan)
-    backend(state, __name__).swap_in(state, group, topk, batch, out_rows, plan)
+    backend(state, __name__).swap_in(state, group, topk, batch, out_rows, plan, beside=beside)
 
 
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:

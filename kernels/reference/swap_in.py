@@ -21,8 +21,18 @@ from protocol.units import PAGE_TOKENS
 NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
 
 
-def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
+def swap_in(
+    state: DeviceState,
+    group: int,
+    topk: Tensor,
+    batch: StepBatch,
+    out_rows: Tensor,
+    plan: MissPlan,
+    *,
+    beside: bool = False,
+) -> None:
     """See kernels.swap_in."""
+    del beside
     for depth, rows in enumerate(batch.depths()):
         part = topk[rows], batch.at_depth(rows), out_rows[rows], plan.at_depth(rows)
         _resolve_depth(state, group, *part, all_or_none=depth > 0)

@@ -366,6 +366,8 @@ def test_request_blocks_are_coresident_and_exchange_little() -> None:
     fewer = {16: 0, 8: 3, 5: 3, 4: 3, 2: 66}
     assert [blocks_per_request(n, 2048, fewer.__getitem__) for n in (1, 2, 3, 4)] == [8, 8, 2, 2]
     assert blocks_per_request(3, 2048, {**fewer, 2: 0}.__getitem__) == 8, "no refill blocks then"
+    beside = [blocks_per_request(n, 2048, at_once.__getitem__, 66) for n in (1, 13, 16, 24, 33, 34, 64)]
+    assert beside == [16, 5, 4, 2, 2, 1, 1], "half of the device is left to others"
 
 
 def fake_driver(real: Any, most: int, queries: list[int]) -> SimpleNamespace:

@@ -29,10 +29,10 @@ from kernels.swap_in import replay_misses, swap_in
 from worker.streams import Fence, Streams
 from worker.streams.fences import Work
 
-#: Rows of a padded batch from which selections run in line with the projections. A step of 6 layers over contexts of
-#: 32k with 99 % hits, on an H200, against selections beside them: 1 row +5.6 %, 16 rows +0.1 %, 64 rows -0.5 to +0.5 %
-#: (benchmarks/NOTES.md: Launches of a decode step).
-BESIDE_ROWS: Final = 24
+#: Rows of a padded batch from which selections run in line with the projections. A step over contexts of 32k with 99 %
+#: hits, on an H200, against selections beside them: 1 row +2.1 %, 16 rows -0.7 % with a library's products; with
+#: weights decoded +5.6 and +0.1 % (benchmarks/NOTES.md: Launches of a decode step).
+BESIDE_ROWS: Final = 16
 
 
 def launch_selection(
@@ -52,8 +52,9 @@ def launch_selection(
     """
     compute, swap = streams.compute, streams.swap
     anchor, *followers = state.geometry.layers_of_group(group)
-    load = streams.of_layer(anchor, partial(swap_in, state, group, topk, batch, out_rows, plan))
-    if len(batch.seats) >= BESIDE_ROWS:
+    beside = len(batch.seats) >= BESIDE_ROWS
+    load = streams.of_layer(anchor, partial(swap_in, state, group, topk, batch, out_rows, plan, beside=beside))
+    if beside:
         compute.launch(f"select {anchor}", select)
         swap.wait(compute.record("selected"))
     else:

@@ -120,6 +120,7 @@ class _RunnerScratch:
     latents: Tensor  # [B, H, r]
     compressed: mla.Compressed | None  # of a layer, for its *select* and *project*
     between: Halfway | None  # of a layer, for its MLP
+    logits: Tensor | None  # float32[B, E]: its router's, where a kernel chooses experts
     shared: Tensor | None  # [B, 1, hidden]: what its shared experts add
     parts: Tensor  # [R, B, hidden]: of what the rest of its MLP adds
     topk: Tensor  # int32[B, k]
@@ -444,8 +445,10 @@ class TransformersRunner:
         if layer.number in loaded:
             compute.wait(loaded[layer.number])
         compute.launch(f"attend {layer.number}", partial(self._attend, scratch, state, layer))
-        share = partial(self._share, scratch, layer)
-        ready = launch_beside(streams, f"share {layer.number}", share) if layer.has_experts else None
+        ready = None
+        if layer.has_experts:  # the router ahead: shared experts would hold the multiprocessors that it waits for
+            compute.launch(f"route {layer.number}", partial(self._route, scratch, layer))
+            ready = launch_beside(streams, f"share {layer.number}", partial(self._share, scratch, layer))
         compute.launch(f"experts {layer.number}", partial(self._experts, scratch, layer))
         if ready is not None:
             compute.wait(ready)
@@ -581,6 +584,11 @@ class TransformersRunner:
         scratch.between = self._layers.leave_attention(layer, scratch.hidden, attended, experts, real=real)
 
     @torch.inference_mode()
+    def _route(self, scratch: _RunnerScratch, layer: Layer) -> None:
+        assert scratch.between is not None
+        scratch.logits = self._layers.route(layer, scratch.between)
+
+    @torch.inference_mode()
     def _share(self, scratch: _RunnerScratch, layer: Layer) -> None:
         assert scratch.between is not None
         scratch.shared = self._layers.shared(layer, scratch.between)
@@ -588,7 +596,8 @@ class TransformersRunner:
     @torch.inference_mode()
     def _experts(self, scratch: _RunnerScratch, layer: Layer) -> None:
         assert scratch.between is not None
-        scratch.parts = self._layers.routed(layer, scratch.between, self._layers.decode_experts)
+        scratch.parts = self._layers.routed(layer, scratch.between, self._layers.decode_experts, scratch.logits)
+        scratch.logits = None
 
     @torch.inference_mode()
     def _join(self, scratch: _RunnerScratch, following: Layer | mla.Module) -> None:
@@ -716,6 +725,7 @@ class TransformersRunner:
                 latents=torch.empty(shape, dtype=self.dtype, device=device),
                 compressed=None,
                 between=None,
+                logits=None,
                 shared=None,
                 parts=empty,
                 topk=torch.full((rows, topk), -1, dtype=torch.int32, device=device),

@@ -109,40 +109,58 @@ struct Cut {
     u32 least, low, ties;
 };
 
-// Calls f(chosen, entries, places) for READS entries of this lane at a time, all in order: which are chosen by `cut`, and how
-// many are before each. Returns how many are chosen.
-template <int READS, class Each>
+// Calls f(which are chosen by `cut`, keys, positions, how many are before each) for four neighbours of this lane, all in order;
+// VECTORS of them are read together. Returns how many are chosen.
+template <int VECTORS, class Each>
 __device__ __forceinline__ u32 each_chosen(const ListPlace& at, u32 count, Cut cut, Each f) {
     const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1;
+    const uint4* const keys = reinterpret_cast<const uint4*>(at.keys) + lane;
+    const uint4* const positions = reinterpret_cast<const uint4*>(at.positions()) + lane;
+    // A bit of each lane's four: how many lower lanes have in all, and all lanes.
+    const auto count_bits = [&](const bool(&bits)[4], u32& before, u32& all) {
+        before = all = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const u32 lanes = __ballot_sync(0xFFFFFFFF, bits[j]);
+            before += __popc(lanes & below), all += __popc(lanes);
+        }
+    };
     u32 kept = 0;
 #pragma unroll 1
-    for (u32 from = 0; from < count; from += 32 * READS) {
-        uint2 held[READS];
-        u32 to[READS];
-        bool chosen[READS];
+    for (u32 from = 0; from < count; from += 128 * VECTORS) {
+        uint4 held[VECTORS], places[VECTORS];
 #pragma unroll
-        for (int i = 0; i < READS; ++i) {
-            const u32 place = from + 32 * i + lane;
-            held[i] = {at.keys[place], at.positions()[place]};
-        }
+        for (int i = 0; i < VECTORS; ++i) held[i] = keys[from / 4 + 32 * i], places[i] = positions[from / 4 + 32 * i];
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < READS; ++i) {
-            const bool is_entry = from + 32 * i + lane < count, equal = is_entry && held[i].x == cut.low;
-            const u32 equals = __ballot_sync(0xFFFFFFFF, equal);
-            chosen[i] = is_entry && held[i].x >= cut.least || equal && __popc(equals & below) < cut.ties;
-            cut.ties -= min(cut.ties, static_cast<u32>(__popc(equals)));
-            const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen[i]);
-            to[i] = kept + __popc(lanes & below);
-            kept += __popc(lanes);
+        for (int i = 0; i < VECTORS; ++i) {
+            const u32 four[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
+            const u32 own[4] = {places[i].x, places[i].y, places[i].z, places[i].w};
+            bool chosen[4], equal[4];
+            u32 before, all, to[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const bool is_entry = from + 128 * i + 4 * lane + j < count;
+                chosen[j] = is_entry && four[j] >= cut.least, equal[j] = is_entry && four[j] == cut.low;
+            }
+            if (cut.ties > 0) {
+                count_bits(equal, before, all);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) chosen[j] |= equal[j] && before < cut.ties, before += equal[j];
+                cut.ties -= min(cut.ties, all);
+            }
+            count_bits(chosen, before, all);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) to[j] = kept + before, before += chosen[j];
+            f(chosen, four, own, to);
+            kept += all;
         }
-        f(chosen, held, to);
         __syncwarp();
     }
     return kept;
 }
 
-// A lane reads READS entries, or as many pairs, before it uses them.
+// A lane reads READS vectors of keys, or half as many of keys and of positions, before it uses them.
 template <int READS> struct PromptList {
     static_assert(LISTED % (128 * READS) == 0, "no lane reads beyond a list");
     ListPlace at;
@@ -195,26 +213,25 @@ template <int READS> struct PromptList {
     // Keep what is chosen. Entries move down, never past what has been read.
     __device__ __forceinline__ void keep(const Cut& cut) {
         bar = cut.least;
-        count = each_chosen<READS>(at, count, cut, [&](const bool(&chosen)[READS], const uint2(&held)[READS], const u32(&to)[READS]) {
+        count = each_chosen<READS / 2>(at, count, cut, [&](const bool(&chosen)[4], const u32(&keys)[4], const u32(&positions)[4], const u32(&to)[4]) {
 #pragma unroll
-            for (int i = 0; i < READS; ++i)
-                if (chosen[i]) at.keys[to[i]] = held[i].x, at.positions()[to[i]] = held[i].y;
+            for (int j = 0; j < 4; ++j)
+                if (chosen[j]) at.keys[to[j]] = keys[j], at.positions()[to[j]] = positions[j];
         });
         least = bar - (bar > 0);  // what is equal to the least that was kept may be below the bar
     }
 
     // Write the positions of what is chosen.
     __device__ __forceinline__ void put(const Cut& cut, const ListOut& out) const {
-        constexpr int FEW = READS / 2;  // registers are scarce
-        each_chosen<FEW>(at, count, cut, [&](const bool(&chosen)[FEW], const uint2(&held)[FEW], const u32(&to)[FEW]) {
-            i32 pages[FEW] = {};
+        each_chosen<READS / 2>(at, count, cut, [&](const bool(&chosen)[4], const u32(&)[4], const u32(&positions)[4], const u32(&to)[4]) {
+            i32 pages[4] = {};
             if (out.rows != nullptr)
 #pragma unroll
-                for (int i = 0; i < FEW; ++i) load_if(chosen[i], pages[i], out.slab_pages + held[i].y / PAGE_TOKENS);
+                for (int j = 0; j < 4; ++j) load_if(chosen[j], pages[j], out.slab_pages + positions[j] / PAGE_TOKENS);
 #pragma unroll
-            for (int i = 0; i < FEW; ++i) {
-                if (chosen[i]) out.positions[to[i]] = held[i].y;
-                if (chosen[i] && out.rows != nullptr) out.rows[to[i]] = pages[i] * PAGE_TOKENS + held[i].y % PAGE_TOKENS;
+            for (int j = 0; j < 4; ++j) {
+                if (chosen[j]) out.positions[to[j]] = positions[j];
+                if (chosen[j] && out.rows != nullptr) out.rows[to[j]] = pages[j] * PAGE_TOKENS + positions[j] % PAGE_TOKENS;
             }
         });
     }

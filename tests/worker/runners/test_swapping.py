@@ -40,3 +40,15 @@ def test_small_batches_alone_select_beside_compute(
     loaded = swapping.launch_selection(streams, state, 0, lambda: None, *selection)
     assert ran == [(selects, "select 0"), ("swap", "swap in 0"), *behind]
     assert [fence.name for fence in loaded.values()] == awaited
+
+
+@pytest.mark.parametrize(("rows", "beside"), [(SMALL, False), (LARGE, True)])
+def test_projections_beside_a_swap_in_have_room(rows: int, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small batch's projections run beside its selection, not its swap-in."""
+    asked = list[bool]()
+    monkeypatch.setattr(swapping, "swap_in", lambda *_, beside: asked.append(beside))
+    state: Any = SimpleNamespace(geometry=geometry_of(SEPARATE))
+    table, batch = torch.zeros(rows, TOPK, dtype=torch.int32), StepBatch.allocate(rows, max(SEPARATE) + 1)
+    selection = table, batch, table, MissPlan.allocate(rows, TOPK, "cpu")
+    swapping.launch_selection(make_streams("inline"), state, 0, lambda: None, *selection)
+    assert asked == [beside]

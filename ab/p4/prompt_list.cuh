@@ -23,7 +23,7 @@
 
 namespace hisparse {
 
-constexpr u32 LISTED = 4096, SLACK = 512, RANGE_BINS = 256, FEW_KEYS = 64;
+constexpr u32 LISTED = 4096, SLACK = 512, RANGE_BINS = 256;
 constexpr int TAKEN = 4;  // scores of a lane that are taken together
 constexpr i32 PROMPT_TOPK_MAX = LISTED - 2 * SLACK;  // so that a shortened list has room for more
 static_assert(PROMPT_TOPK_MAX + SLACK <= LISTED - 32 * TAKEN, "a shortened list is not crowded");
@@ -56,10 +56,18 @@ struct ListPlace {
     __device__ __forceinline__ u32* positions() const { return keys + LISTED; }
 };
 
-// Calls f(key, whether the list has it) for all keys of a list, by whole warps; READS vectors of a lane are read together.
-template <int READS, class Each> __device__ __forceinline__ void each_key(const ListPlace& at, u32 count, Each f) {
-    const u32 lane = threadIdx.x % 32;
+// Find the bin that holds the `wanted`-th of the keys in [low, low + (1 << width)), in bins of 1 << shift: `low` becomes
+// its first key, `wanted` the rank in it. Returns how many keys it holds.
+template <int READS>
+__device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, u32 width, u32 shift, u32& wanted) {
+    const u32 lane = threadIdx.x % 32, base = low;
     const uint4* const fours = reinterpret_cast<const uint4*>(at.keys) + lane;
+    for (u32 i = lane; i < RANGE_BINS; i += 32) at.bins[i] = 0;
+    __syncwarp();
+    const auto count_key = [&](u32 key, bool is_entry) {
+        const u32 over = key - base;
+        if (is_entry && key >= base && (width == 32 || over >> width == 0)) count_shared(at.bins + (over >> shift));
+    };
 #pragma unroll 1
     for (u32 from = 0; from < count; from += 128 * READS) {
         uint4 held[READS];
@@ -68,23 +76,10 @@ template <int READS, class Each> __device__ __forceinline__ void each_key(const 
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
             const u32 place = from + 128 * i + 4 * lane;
-            f(held[i].x, place < count), f(held[i].y, place + 1 < count);
-            f(held[i].z, place + 2 < count), f(held[i].w, place + 3 < count);
+            count_key(held[i].x, place < count), count_key(held[i].y, place + 1 < count);
+            count_key(held[i].z, place + 2 < count), count_key(held[i].w, place + 3 < count);
         }
     }
-}
-
-// Find the bin that holds the `wanted`-th of the keys in [low, low + (1 << width)), in bins of 1 << shift: `low` becomes
-// its first key, `wanted` the rank in it. Returns how many keys it holds.
-template <int READS>
-__device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, u32 width, u32 shift, u32& wanted) {
-    const u32 lane = threadIdx.x % 32, base = low;
-    for (u32 i = lane; i < RANGE_BINS; i += 32) at.bins[i] = 0;
-    __syncwarp();
-    each_key<READS>(at, count, [&](u32 key, bool is_entry) {
-        const u32 over = key - base;
-        if (is_entry && key >= base && (width == 32 || over >> width == 0)) count_shared(at.bins + (over >> shift));
-    });
     __syncwarp();
     u32 own[8], sum = 0;  // of eight bins, the highest lane 0's
 #pragma unroll
@@ -109,74 +104,63 @@ __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, 
     return inside;
 }
 
-// Which key is the `wanted`-th of the FEW_KEYS or fewer in [low, low + (1 << width)), width < 32: `low` becomes that key,
-// `wanted` the rank among its equals.
-template <int READS>
-__device__ __forceinline__ void pick(const ListPlace& at, u32 count, u32& low, u32 width, u32& wanted) {
-    const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1, base = low;
-    u32 found = 0;
-    __syncwarp();
-    each_key<READS>(at, count, [&](u32 key, bool is_entry) {
-        const bool inside = is_entry && key >= base && (key - base) >> width == 0;
-        const u32 lanes = __ballot_sync(0xFFFFFFFF, inside);
-        if (inside) at.bins[found + __popc(lanes & below)] = key;
-        found += __popc(lanes);
-    });
-    __syncwarp();
-    const u32 first = at.bins[lane], second = at.bins[lane + 32];
-    u32 above[2] = {}, level[2] = {};
-#pragma unroll 1
-    for (u32 i = 0; i < found; ++i) {
-        const u32 key = at.bins[i];
-        above[0] += key > first, level[0] += key == first;
-        above[1] += key > second, level[1] += key == second;
-    }
-    const u32 own = __ballot_sync(0xFFFFFFFF, lane < found && above[0] < wanted && wanted <= above[0] + level[0]);
-    const u32 other = __ballot_sync(0xFFFFFFFF, lane + 32 < found && above[1] < wanted && wanted <= above[1] + level[1]);
-    const int owner = __ffs(static_cast<int>(own != 0 ? own : other)) - 1;
-    low = __shfl_sync(0xFFFFFFFF, own != 0 ? first : second, owner);
-    wanted -= __shfl_sync(0xFFFFFFFF, own != 0 ? above[0] : above[1], owner);
-}
-
 // Which entries of a list are the best: keys from `least` on, and of those equal to `low` the first `ties`.
 struct Cut {
     u32 least, low, ties;
 };
 
-// Calls f(chosen, entries, places) for READS entries of this lane at a time, all in order: which are chosen by `cut`, and how
-// many are before each. Returns how many are chosen.
-template <int READS, class Each>
+// Calls f(which are chosen by `cut`, keys, positions, how many are before each) for four neighbours of this lane, all in order;
+// VECTORS of them are read together. Returns how many are chosen.
+template <int VECTORS, class Each>
 __device__ __forceinline__ u32 each_chosen(const ListPlace& at, u32 count, Cut cut, Each f) {
     const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1;
+    const uint4* const keys = reinterpret_cast<const uint4*>(at.keys) + lane;
+    const uint4* const positions = reinterpret_cast<const uint4*>(at.positions()) + lane;
+    // A bit of each lane's four: how many lower lanes have in all, and all lanes.
+    const auto count_bits = [&](const bool(&bits)[4], u32& before, u32& all) {
+        before = all = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const u32 lanes = __ballot_sync(0xFFFFFFFF, bits[j]);
+            before += __popc(lanes & below), all += __popc(lanes);
+        }
+    };
     u32 kept = 0;
 #pragma unroll 1
-    for (u32 from = 0; from < count; from += 32 * READS) {
-        uint2 held[READS];
-        u32 to[READS];
-        bool chosen[READS];
+    for (u32 from = 0; from < count; from += 128 * VECTORS) {
+        uint4 held[VECTORS], places[VECTORS];
 #pragma unroll
-        for (int i = 0; i < READS; ++i) {
-            const u32 place = from + 32 * i + lane;
-            held[i] = {at.keys[place], at.positions()[place]};
-        }
+        for (int i = 0; i < VECTORS; ++i) held[i] = keys[from / 4 + 32 * i], places[i] = positions[from / 4 + 32 * i];
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < READS; ++i) {
-            const bool is_entry = from + 32 * i + lane < count, equal = is_entry && held[i].x == cut.low;
-            const u32 equals = __ballot_sync(0xFFFFFFFF, equal);
-            chosen[i] = is_entry && held[i].x >= cut.least || equal && __popc(equals & below) < cut.ties;
-            cut.ties -= min(cut.ties, static_cast<u32>(__popc(equals)));
-            const u32 lanes = __ballot_sync(0xFFFFFFFF, chosen[i]);
-            to[i] = kept + __popc(lanes & below);
-            kept += __popc(lanes);
+        for (int i = 0; i < VECTORS; ++i) {
+            const u32 four[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
+            const u32 own[4] = {places[i].x, places[i].y, places[i].z, places[i].w};
+            bool chosen[4], equal[4];
+            u32 before, all, to[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const bool is_entry = from + 128 * i + 4 * lane + j < count;
+                chosen[j] = is_entry && four[j] >= cut.least, equal[j] = is_entry && four[j] == cut.low;
+            }
+            if (cut.ties > 0) {
+                count_bits(equal, before, all);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) chosen[j] |= equal[j] && before < cut.ties, before += equal[j];
+                cut.ties -= min(cut.ties, all);
+            }
+            count_bits(chosen, before, all);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) to[j] = kept + before, before += chosen[j];
+            f(chosen, four, own, to);
+            kept += all;
         }
-        f(chosen, held, to);
         __syncwarp();
     }
     return kept;
 }
 
-// A lane reads READS entries, or as many pairs, before it uses them.
+// A lane reads READS vectors of keys, or half as many of keys and of positions, before it uses them.
 template <int READS> struct PromptList {
     static_assert(LISTED % (128 * READS) == 0, "no lane reads beyond a list");
     ListPlace at;
@@ -217,9 +201,10 @@ template <int READS> struct PromptList {
             const u32 shift = width > 8 ? width - 8 : 0;
             const u32 inside = narrow<READS>(at, count, low, width, shift, wanted);
             if (inside <= wanted + (exact ? 0 : SLACK)) break;
-            if (exact && shift > 0 && inside <= FEW_KEYS) pick<READS>(at, count, low, shift, wanted), ties = wanted;
-            if (shift == 0) ties = wanted;
-            if (ties != 0) break;
+            if (shift == 0) {
+                ties = wanted;
+                break;
+            }
             width = shift;
         }
         return {low + (ties != 0), low, ties};
@@ -228,26 +213,25 @@ template <int READS> struct PromptList {
     // Keep what is chosen. Entries move down, never past what has been read.
     __device__ __forceinline__ void keep(const Cut& cut) {
         bar = cut.least;
-        count = each_chosen<READS>(at, count, cut, [&](const bool(&chosen)[READS], const uint2(&held)[READS], const u32(&to)[READS]) {
+        count = each_chosen<READS / 2>(at, count, cut, [&](const bool(&chosen)[4], const u32(&keys)[4], const u32(&positions)[4], const u32(&to)[4]) {
 #pragma unroll
-            for (int i = 0; i < READS; ++i)
-                if (chosen[i]) at.keys[to[i]] = held[i].x, at.positions()[to[i]] = held[i].y;
+            for (int j = 0; j < 4; ++j)
+                if (chosen[j]) at.keys[to[j]] = keys[j], at.positions()[to[j]] = positions[j];
         });
         least = bar - (bar > 0);  // what is equal to the least that was kept may be below the bar
     }
 
     // Write the positions of what is chosen.
     __device__ __forceinline__ void put(const Cut& cut, const ListOut& out) const {
-        constexpr int FEW = READS / 2;  // registers are scarce
-        each_chosen<FEW>(at, count, cut, [&](const bool(&chosen)[FEW], const uint2(&held)[FEW], const u32(&to)[FEW]) {
-            i32 pages[FEW] = {};
+        each_chosen<READS / 2>(at, count, cut, [&](const bool(&chosen)[4], const u32(&)[4], const u32(&positions)[4], const u32(&to)[4]) {
+            i32 pages[4] = {};
             if (out.rows != nullptr)
 #pragma unroll
-                for (int i = 0; i < FEW; ++i) load_if(chosen[i], pages[i], out.slab_pages + held[i].y / PAGE_TOKENS);
+                for (int j = 0; j < 4; ++j) load_if(chosen[j], pages[j], out.slab_pages + positions[j] / PAGE_TOKENS);
 #pragma unroll
-            for (int i = 0; i < FEW; ++i) {
-                if (chosen[i]) out.positions[to[i]] = held[i].y;
-                if (chosen[i] && out.rows != nullptr) out.rows[to[i]] = pages[i] * PAGE_TOKENS + held[i].y % PAGE_TOKENS;
+            for (int j = 0; j < 4; ++j) {
+                if (chosen[j]) out.positions[to[j]] = positions[j];
+                if (chosen[j] && out.rows != nullptr) out.rows[to[j]] = pages[j] * PAGE_TOKENS + positions[j] % PAGE_TOKENS;
             }
         });
     }
