@@ -213,7 +213,7 @@ template <int READS> struct PromptList {
     // Keep what is chosen. Entries move down, never past what has been read.
     __device__ __forceinline__ void keep(const Cut& cut) {
         bar = cut.least;
-        count = each_chosen<READS / 2>(at, count, cut, [&](const bool(&chosen)[4], const u32(&keys)[4], const u32(&positions)[4], const u32(&to)[4]) {
+        count = each_chosen<READS / 4>(at, count, cut, [&](const bool(&chosen)[4], const u32(&keys)[4], const u32(&positions)[4], const u32(&to)[4]) {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 if (chosen[j]) at.keys[to[j]] = keys[j], at.positions()[to[j]] = positions[j];
@@ -223,7 +223,7 @@ template <int READS> struct PromptList {
 
     // Write the positions of what is chosen.
     __device__ __forceinline__ void put(const Cut& cut, const ListOut& out) const {
-        each_chosen<READS / 2>(at, count, cut, [&](const bool(&chosen)[4], const u32(&)[4], const u32(&positions)[4], const u32(&to)[4]) {
+        each_chosen<READS / 4>(at, count, cut, [&](const bool(&chosen)[4], const u32(&)[4], const u32(&positions)[4], const u32(&to)[4]) {
             i32 pages[4] = {};
             if (out.rows != nullptr)
 #pragma unroll
