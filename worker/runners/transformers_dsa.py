@@ -379,7 +379,7 @@ class TransformersRunner:
         compute.launch(f"prompt attend {unit.layer}", partial(split.attend, part, state, layer))
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
-        """Three operations per layer on `compute`, a selection, and a swap-in or a replay (swapping.py).
+        """Five operations per layer on `compute`, six with experts, a selection, and a swap-in or a replay (swapping.py).
 
         The first step for a state compiles and allocates what steps and prompt blocks of any size will need.
         """
