@@ -497,7 +497,7 @@ SECTIONS: Final = (
         "index_topk",
         "µs per launch: 64 heads of 128, top-k 2048, scattered index pages, no keys in L2. `memory`, `products`: "
         "floors by the rates below; `share`: the larger floor over `scores`. `torch`: on keys already gathered. "
-        "Measured before shares were planned ahead; the notes have nine cells of fp8 keys, before and after.",
+        "The notes have [each cell beside other engines' kernels](NOTES.md#beside-other-engines-kernels).",
         {"index_topk-H200.json": Part(f"{RAN_ON} {RATES}", (INDEX_TOPK,))},
         "index_topk-H200.svg",
     ),

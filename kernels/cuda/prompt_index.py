@@ -39,7 +39,7 @@ HEAD_WORDS: Final = 4
 #: By bytes of a key's value: pages in the ring of keys, pairs of pages in the ring of scores, registers of a thread
 #: that multiplies and of one that lists, and how many entries such a thread reads together.
 SHAPES: Final = {
-    1: {"STAGES": 8, "SCORED": 16, "TEAM_REGISTERS": 160, "LISTER_REGISTERS": 64, "LIST_READS": 8},
+    1: {"STAGES": 8, "SCORED": 16, "TEAM_REGISTERS": 152, "LISTER_REGISTERS": 72, "LIST_READS": 8},
     2: {"STAGES": 3, "SCORED": 6, "TEAM_REGISTERS": 168, "LISTER_REGISTERS": 56, "LIST_READS": 4},
 }
 SHARED_BYTES: Final = 227 << 10  # dynamic

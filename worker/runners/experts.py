@@ -60,29 +60,21 @@ def experts_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     return (GROUPED, GROUPED) if has_kernel else (BATCHED, BATCHED)
 
 
-def logits_of(moe: Any, hidden: Tensor) -> Tensor | None:
-    """Logits float32[N * S, E] of a mixture's router for `hidden` [N, S, hidden], by which a kernel chooses experts.
-    None where the library's router chooses them."""
-    has_kernel = hidden.is_cuda and ExpertChoice.of(moe.gate).has_kernel
-    return router_logits(hidden.view(-1, hidden.shape[-1]), moe.gate.weight) if has_kernel else None
-
-
-def routed(moe: Any, hidden: Tensor, experts: str, over: Over | None = None, logits: Tensor | None = None) -> Tensor:
+def routed(moe: Any, hidden: Tensor, experts: str, over: Over | None = None) -> Tensor:
     """Parts [R, N * S, hidden] of the sum that the routed experts of a mixture add to `hidden` [N, S, hidden]. `moe` is
-    the library's module, or one with `BlockExperts` in it; `logits` as `logits_of` gives them, None: to be formed.
+    the library's module, or one with `BlockExperts` in it.
 
     `over` the ranks of a group, if `moe` holds a share of the experts. On a GPU `hidden` lies in `over.own_hidden` too.
     """
     rows = hidden.view(-1, hidden.shape[-1])
-    logits = logits_of(moe, hidden) if logits is None else logits
     if over is None:
-        weights, chosen = _choose(moe.gate, rows, logits, None)
+        weights, chosen = _choose(moe.gate, rows, None)
         return _experts(moe.experts, experts, rows, chosen, weights).unsqueeze(0)
     compute = partial(_share, moe.experts, experts, over.share)
     if not rows.is_cuda:
-        weights, chosen = _choose(moe.gate, rows, logits, over.real)
+        weights, chosen = _choose(moe.gate, rows, over.real)
         return over.exchange.parts(rows, chosen, weights, over.rows, compute)
-    _choose(moe.gate, rows, logits, over.real, over.exchange.own(over.rows))
+    _choose(moe.gate, rows, over.real, over.exchange.own(over.rows))
     return over.exchange.parts_of_own(len(rows), over.rows, compute)
 
 
@@ -99,15 +91,14 @@ def gated_mlp(mlp: Any, rows: Activations) -> Tensor:
     return output
 
 
-def _choose(
-    router: Any, rows: Tensor, logits: Tensor | None, real: Tensor | None, into: ExchangedRows | None = None
-) -> tuple[Tensor, Tensor]:
-    """Weights [T, k] and choices int[T, k] of rows [T, hidden], by `logits` or the library's router; where `real`
-    bool[T] is false, choices are -1.
+def _choose(router: Any, rows: Tensor, real: Tensor | None, into: ExchangedRows | None = None) -> tuple[Tensor, Tensor]:
+    """Weights [T, k] and choices int[T, k] of rows [T, hidden]; where `real` bool[T] is false, choices are -1.
 
     Those of `into` where it is given; there, rows behind T choose -1."""
-    if logits is not None:
-        return choose_experts(logits, router.e_score_correction_bias, ExpertChoice.of(router), real, into)
+    choice = ExpertChoice.of(router)
+    if rows.is_cuda and choice.has_kernel:
+        logits = router_logits(rows, router.weight)
+        return choose_experts(logits, router.e_score_correction_bias, choice, real, into)
     _, weights, chosen = router(rows)
     if real is not None:
         chosen = chosen.masked_fill(~real.unsqueeze(1), -1)

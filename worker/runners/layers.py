@@ -42,7 +42,7 @@ from protocol.units import pages_for
 from worker.device.step_rows import StepRows
 from worker.group.exchange import Alike, Exchange
 from worker.runners import attention as mla
-from worker.runners.experts import Over, experts_for, gated_mlp, hold_share, logits_of, padding, routed
+from worker.runners.experts import Over, experts_for, gated_mlp, hold_share, padding, routed
 from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.weights.layout import ExpertShare
 from worker.weights.model import held_bytes
@@ -226,15 +226,10 @@ class Layers:
         """Output [N, S, hidden] of the shared experts of a mixture; None without experts."""
         return gated_mlp(layer.module.mlp.shared_experts, between.normed) if layer.has_experts else None
 
-    def route(self, layer: Layer, between: Halfway) -> Tensor | None:
-        """What `routed` of a mixture begins with, for launches of their own: see `logits_of`."""
-        return logits_of(layer.module.mlp, between.normed.values)
-
-    def routed(self, layer: Layer, between: Halfway, experts: str, logits: Tensor | None = None) -> Tensor:
-        """Parts [R, N * S, hidden] of the sum that routed experts add, or an MLP without experts. `logits`: as `route`
-        gives them."""
+    def routed(self, layer: Layer, between: Halfway, experts: str) -> Tensor:
+        """Parts [R, N * S, hidden] of the sum that routed experts add, or an MLP without experts."""
         if layer.has_experts:
-            return routed(layer.module.mlp, between.normed.values, experts, between.over, logits)
+            return routed(layer.module.mlp, between.normed.values, experts, between.over)
         return _part(gated_mlp(layer.module.mlp, between.normed))
 
     def join(

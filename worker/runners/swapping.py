@@ -30,9 +30,9 @@ from worker.streams import Fence, Streams
 from worker.streams.fences import Work
 
 #: Rows of a padded batch from which selections run in line with the projections. A step over contexts of 32k with 99 %
-#: hits, on an H200, against selections beside them: 1 row +2.1 %, 16 rows -0.7 % with a library's products; with
-#: weights decoded +5.6 and +0.1 % (benchmarks/NOTES.md: Launches of a decode step).
-BESIDE_ROWS: Final = 16
+#: hits, on an H200, against selections beside them: 1 row +2.1 %, 8 rows -0.9 %, 16 rows -1.2 % with a library's
+#: products; with weights decoded 1 row +5.6 %, 16 rows +0.1 % (benchmarks/NOTES.md: Launches of a decode step).
+BESIDE_ROWS: Final = 8
 
 
 def launch_selection(

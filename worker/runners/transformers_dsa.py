@@ -120,7 +120,6 @@ class _RunnerScratch:
     latents: Tensor  # [B, H, r]
     compressed: mla.Compressed | None  # of a layer, for its *select* and *project*
     between: Halfway | None  # of a layer, for its MLP
-    logits: Tensor | None  # float32[B, E]: its router's, where a kernel chooses experts
     shared: Tensor | None  # [B, 1, hidden]: what its shared experts add
     parts: Tensor  # [R, B, hidden]: of what the rest of its MLP adds
     topk: Tensor  # int32[B, k]
@@ -379,7 +378,7 @@ class TransformersRunner:
         compute.launch(f"prompt attend {unit.layer}", partial(split.attend, part, state, layer))
 
     def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
-        """Five operations per layer on `compute`, six with experts, a selection, and a swap-in or a replay (swapping.py).
+        """Five operations per layer on `compute`, a selection, a swap-in or a replay, and shared experts (swapping.py).
 
         The first step for a state compiles and allocates what steps and prompt blocks of any size will need.
         """
@@ -445,10 +444,8 @@ class TransformersRunner:
         if layer.number in loaded:
             compute.wait(loaded[layer.number])
         compute.launch(f"attend {layer.number}", partial(self._attend, scratch, state, layer))
-        ready = None
-        if layer.has_experts:  # the router ahead: shared experts would hold the multiprocessors that it waits for
-            compute.launch(f"route {layer.number}", partial(self._route, scratch, layer))
-            ready = launch_beside(streams, f"share {layer.number}", partial(self._share, scratch, layer))
+        share = partial(self._share, scratch, layer)
+        ready = launch_beside(streams, f"share {layer.number}", share) if layer.has_experts else None
         compute.launch(f"experts {layer.number}", partial(self._experts, scratch, layer))
         if ready is not None:
             compute.wait(ready)
@@ -584,11 +581,6 @@ class TransformersRunner:
         scratch.between = self._layers.leave_attention(layer, scratch.hidden, attended, experts, real=real)
 
     @torch.inference_mode()
-    def _route(self, scratch: _RunnerScratch, layer: Layer) -> None:
-        assert scratch.between is not None
-        scratch.logits = self._layers.route(layer, scratch.between)
-
-    @torch.inference_mode()
     def _share(self, scratch: _RunnerScratch, layer: Layer) -> None:
         assert scratch.between is not None
         scratch.shared = self._layers.shared(layer, scratch.between)
@@ -596,8 +588,7 @@ class TransformersRunner:
     @torch.inference_mode()
     def _experts(self, scratch: _RunnerScratch, layer: Layer) -> None:
         assert scratch.between is not None
-        scratch.parts = self._layers.routed(layer, scratch.between, self._layers.decode_experts, scratch.logits)
-        scratch.logits = None
+        scratch.parts = self._layers.routed(layer, scratch.between, self._layers.decode_experts)
 
     @torch.inference_mode()
     def _join(self, scratch: _RunnerScratch, following: Layer | mla.Module) -> None:
@@ -725,7 +716,6 @@ class TransformersRunner:
                 latents=torch.empty(shape, dtype=self.dtype, device=device),
                 compressed=None,
                 between=None,
-                logits=None,
                 shared=None,
                 parts=empty,
                 topk=torch.full((rows, topk), -1, dtype=torch.int32, device=device),

@@ -4,7 +4,7 @@
 //     shorten  a full list: a bar below which nothing is needed any more, found by histograms of 256 bins over the range
 //              of what is listed; entries below it go, the order stays. In the end, to the exact k best, of equal scores
 //              those of the lowest positions
-//     put      their positions, ascending
+//     put      their positions, ascending, as the last cut is made
 //
 // The list is in order of position, so shortening it keeps that order and neither sorting nor bitmaps are needed, and a
 // score equal to the bar's loses to those before it once k are listed. A list of LISTED entries is shortened to k and at
@@ -104,13 +104,15 @@ __device__ __forceinline__ u32 narrow(const ListPlace& at, u32 count, u32& low, 
     return inside;
 }
 
+template <class T> using Four = T[4];
+
 // Which entries of a list are the best: keys from `least` on, and of those equal to `low` the first `ties`.
 struct Cut {
     u32 least, low, ties;
 };
 
-// Calls f(which are chosen by `cut`, keys, positions, how many are before each) for four neighbours of this lane, all in order;
-// VECTORS of them are read together. Returns how many are chosen.
+// Calls f(which are chosen by `cut`, keys, positions, how many are before the first) for four neighbours of this lane, all in
+// order; VECTORS of them are read together. Returns how many are chosen.
 template <int VECTORS, class Each>
 __device__ __forceinline__ u32 each_chosen(const ListPlace& at, u32 count, Cut cut, Each f) {
     const u32 lane = threadIdx.x % 32, below = (1u << lane) - 1;
@@ -136,31 +138,30 @@ __device__ __forceinline__ u32 each_chosen(const ListPlace& at, u32 count, Cut c
         for (int i = 0; i < VECTORS; ++i) {
             const u32 four[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
             const u32 own[4] = {places[i].x, places[i].y, places[i].z, places[i].w};
-            bool chosen[4], equal[4];
-            u32 before, all, to[4];
+            bool chosen[4];
+            u32 before, all;
+            const u32 first = from + 128 * i + 4 * lane;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const bool is_entry = from + 128 * i + 4 * lane + j < count;
-                chosen[j] = is_entry && four[j] >= cut.least, equal[j] = is_entry && four[j] == cut.low;
-            }
+            for (int j = 0; j < 4; ++j) chosen[j] = first + j < count && four[j] >= cut.least;
             if (cut.ties > 0) {
+                bool equal[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) equal[j] = first + j < count && four[j] == cut.low;
                 count_bits(equal, before, all);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) chosen[j] |= equal[j] && before < cut.ties, before += equal[j];
                 cut.ties -= min(cut.ties, all);
             }
             count_bits(chosen, before, all);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) to[j] = kept + before, before += chosen[j];
-            f(chosen, four, own, to);
-            kept += all;
+            before += kept, kept += all;
+            f(chosen, four, own, before);
         }
         __syncwarp();
     }
     return kept;
 }
 
-// A lane reads READS vectors of keys, or half as many of keys and of positions, before it uses them.
+// A lane reads READS vectors of keys, or a quarter as many of keys and of positions, before it uses them.
 template <int READS> struct PromptList {
     static_assert(LISTED % (128 * READS) == 0, "no lane reads beyond a list");
     ListPlace at;
@@ -213,27 +214,32 @@ template <int READS> struct PromptList {
     // Keep what is chosen. Entries move down, never past what has been read.
     __device__ __forceinline__ void keep(const Cut& cut) {
         bar = cut.least;
-        count = each_chosen<READS / 4>(at, count, cut, [&](const bool(&chosen)[4], const u32(&keys)[4], const u32(&positions)[4], const u32(&to)[4]) {
+        const auto move = [&](const Four<bool>& chosen, const Four<u32>& keys, const Four<u32>& positions, u32 to) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (chosen[j]) at.keys[to[j]] = keys[j], at.positions()[to[j]] = positions[j];
-        });
+            for (int j = 0; j < 4; ++j) {
+                if (chosen[j]) at.keys[to] = keys[j], at.positions()[to] = positions[j];
+                to += chosen[j];
+            }
+        };
+        count = each_chosen<READS / 4>(at, count, cut, move);
         least = bar - (bar > 0);  // what is equal to the least that was kept may be below the bar
     }
 
     // Write the positions of what is chosen.
     __device__ __forceinline__ void put(const Cut& cut, const ListOut& out) const {
-        each_chosen<READS / 4>(at, count, cut, [&](const bool(&chosen)[4], const u32(&)[4], const u32(&positions)[4], const u32(&to)[4]) {
+        const auto write = [&](const Four<bool>& chosen, const Four<u32>&, const Four<u32>& positions, u32 to) {
             i32 pages[4] = {};
             if (out.rows != nullptr)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) load_if(chosen[j], pages[j], out.slab_pages + positions[j] / PAGE_TOKENS);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                if (chosen[j]) out.positions[to[j]] = positions[j];
-                if (chosen[j] && out.rows != nullptr) out.rows[to[j]] = pages[j] * PAGE_TOKENS + positions[j] % PAGE_TOKENS;
+                if (chosen[j]) out.positions[to] = positions[j];
+                if (chosen[j] && out.rows != nullptr) out.rows[to] = pages[j] * PAGE_TOKENS + positions[j] % PAGE_TOKENS;
+                to += chosen[j];
             }
-        });
+        };
+        each_chosen<READS / 4>(at, count, cut, write);
     }
 
     // For prompt_merge.

@@ -335,22 +335,6 @@ def test_logits_do_not_depend_on_fence_order(checkpoints: dict[str, Path]) -> No
     assert all(torch.equal(logits, expected) for logits in others)
 
 
-def test_the_router_goes_ahead_of_shared_experts(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of shared experts fill a GPU, and routed experts, which take longest, wait for the router."""
-    streams, ran = make_streams("inline"), list[str]()
-    for stream in (streams.compute, streams.swap):
-        launch = stream.launch
-        monkeypatch.setattr(stream, "launch", lambda label, work, go=launch: ran.append(label) or go(label, work))
-    greedy(
-        Rig(runner_of(checkpoints["glm-5/32"]), seats=1, context_tokens=200, streams=streams), 0, prompt_of(70), 0, 2
-    )
-    numbers = {label.split()[1] for label in ran if label.startswith("share ")}
-    assert numbers
-    for number in numbers:
-        order = [ran.index(f"{name} {number}") for name in ("attend", "route", "share", "experts", "join")]
-        assert order == sorted(order)
-
-
 @pytest.mark.sim
 @pytest.mark.mutation
 @pytest.mark.parametrize(
