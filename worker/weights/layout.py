@@ -188,9 +188,9 @@ def weights_bytes(
 
     `block`: the repository's blocks, None where it is not quantized. On a GPU converted weights stay FP8; on a CPU they
     are decoded at load. The two halves of kv_b_proj are held in `dtype`, on a CPU beside the weight itself. `experts`:
-    the share of a rank, by default all. `draft_layer`: with the draft layer's. Weights of routers count in float32 where
-    `moe_router_dtype` says so, else in `dtype`; of a repository that stores float32 without that field a worker may hold
-    float32 ones too (model.py: `keeps_exact`).
+    the share of a rank, by default all. `draft_layer`: with the draft layer's. Weights of routers count in float32 if
+    `moe_router_dtype` says so, else in `dtype`; of a repository that stores float32 without that field a worker may
+    hold float32 ones too (model.py: `keeps_exact`).
     """
     held = {"float8_e4m3fn": 0, dtype: 0, "float32": 0}
     for it in tensors_of(config, experts, draft_layer=draft_layer):

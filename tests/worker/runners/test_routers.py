@@ -1,4 +1,4 @@
-"""Routers stored in float32 choose as the model library's class with the stored weight, in every form of the experts."""
+"""Routers stored in float32 choose as the model library's class with the stored weight, in every form of experts."""
 
 from __future__ import annotations
 
