@@ -21,7 +21,7 @@ from protocol.small_files import read_json_object
 from protocol.tokenizer_files import TokenizerFile
 from worker.weights.config_fields import FAMILIES, SHARING, check_fields, unserved
 from worker.weights.dimensions import VOCAB_MAX, check_dimensions
-from worker.weights.layout import require_draft_layer
+from worker.weights.layout import BYTES, require_draft_layer
 from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 from worker.weights.shards import Shards
@@ -82,9 +82,13 @@ def kv_kind(dimensions: Any, settings: WorkerSettings) -> str:
 
 
 def stored_dtype(dimensions: Any) -> str:
-    """The dtype of the weights that are not quantized: `bfloat16`, `float32`."""
+    """The dtype of the weights that are not quantized: `bfloat16`, `float32`. Raises ConfigError for another."""
     stored = getattr(dimensions, "dtype", None) or getattr(dimensions, "torch_dtype", None) or "float32"
-    return str(stored).removeprefix("torch.")
+    name = str(stored).removeprefix("torch.")
+    if name not in BYTES:
+        remedy = f"set it to one of {', '.join(BYTES)}: weights are converted when they are read"
+        raise ConfigError("no model is computed in it", field="config.json dtype", value=name, remedy=remedy)
+    return name
 
 
 def anonymous_info(config: Any, name: str) -> ModelInfo:

@@ -85,7 +85,7 @@ NAMED_MAX: Final = 6
 
 
 class Fields(NamedTuple):
-    """What a family adds to the lists above: fields that are read, and values of others."""
+    """Additions of a family to the lists above: fields that are read, and values of others."""
 
     read: frozenset[str]
     fixed: Mapping[str, tuple[object, ...]]
@@ -123,7 +123,7 @@ def check_fields(config: Mapping[str, Any], file: str, field: str) -> None:
     if heads is not None and pairs is not None and heads != pairs:
         raise _unfit("num_key_value_heads", pairs, (heads,), file, field)
     kinds = present.get("layer_types", ())
-    if other := [it for it in kinds if it not in LAYER_KINDS] if isinstance(kinds, (list, tuple)) else [kinds]:
+    if other := [kind for kind in kinds if kind not in LAYER_KINDS] if isinstance(kinds, (list, tuple)) else [kinds]:
         raise _unfit("layer_types", other[0], LAYER_KINDS, file, field)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(present.get(name), Mapping):
@@ -147,9 +147,7 @@ def _unfit(name: str, value: object, values: tuple[object, ...], file: str, fiel
 
 def _unknown(names: list[str], file: str, field: str) -> ConfigError:
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-    text = (
-        f"{', '.join(it[:80] for it in names[:NAMED_MAX])}{more}: no such field is known, and a field may change tokens"
-    )
+    text = f"{', '.join(name[:80] for name in names[:NAMED_MAX])}{more}: no such field is known, and a field may change tokens"
     return _refusal(text, file, field, "remove a field that changes none, or use a version that knows the field")
 
 

@@ -24,7 +24,7 @@ from worker.weights.model import held_bytes, load_model
 from worker.weights.quantization import read_quantization
 
 LAYER, ROWS = 2, 96
-GATE = f"model.layers.{LAYER}.mlp.gate.weight"
+ROUTER = f"model.layers.{LAYER}.mlp.gate.weight"
 #: How experts are held and multiplied: decoded, in FP8, and in FP8 with quantized rows.
 FORMS = {"decoded": (False, DECODED), "weight_only": (True, DECODED), "w8a8": (True, Matmul("fake 0.0"))}
 
@@ -57,13 +57,13 @@ def load(path: Path, form: str, share: ExpertShare | None = None) -> Any:
     return load_model(path, quantization, dtype=torch.bfloat16, **about)
 
 
-def stored_gate(path: Path) -> Tensor:
-    return next(found[GATE] for file in path.glob("*.safetensors") if GATE in (found := load_file(file)))
+def stored_router(path: Path) -> Tensor:
+    return next(found[ROUTER] for file in path.glob("*.safetensors") if ROUTER in (found := load_file(file)))
 
 
 def library_router(model: Any, weight: Tensor) -> Any:
     """The library's own router with `weight`, apart from the model."""
-    held = model.model.layers[LAYER].mlp.gate
+    held = model.get_submodule(ROUTER.removesuffix(".weight"))
     router = type(held)(model.config)
     router.weight = torch.nn.Parameter(weight, requires_grad=False)
     router.e_score_correction_bias = held.e_score_correction_bias
@@ -93,7 +93,7 @@ def chosen_by(model: Any, rows: Tensor, monkeypatch: pytest.MonkeyPatch, over: O
 
 @pytest.mark.parametrize("form", ["decoded", "weight_only"])
 def test_a_row_chooses_by_the_stored_weight(checkpoint: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, weight = load(checkpoint, form), stored_gate(checkpoint)
+    model, weight = load(checkpoint, form), stored_router(checkpoint)
     rows = rows_of(model)
     weights, chosen, _ = chosen_by(model, rows, monkeypatch)
     _, wanted, ids = library_router(model, weight)(rows[0])
@@ -107,7 +107,7 @@ def test_a_row_chooses_by_the_stored_weight(checkpoint: Path, form: str, monkeyp
 @pytest.mark.parametrize("share", [None, ExpertShare(8, 8)], ids=["whole", "rank"])
 def test_a_router_is_float32_in_every_form(checkpoint: Path, form: str, share: ExpertShare | None) -> None:
     model = load(checkpoint, form, share)
-    assert torch.equal(model.state_dict()[GATE], stored_gate(checkpoint))
+    assert torch.equal(model.state_dict()[ROUTER], stored_router(checkpoint))
     keeps, _ = FORMS[form]
     computed = weights_bytes(model.config, "bfloat16", (128, 128), on_gpu=keeps, experts=share)
     assert computed["float32"] == held_bytes(model)["float32"]
@@ -150,11 +150,11 @@ def test_a_router_published_in_bfloat16_is_widened_where_the_config_says_float32
                       tmp_path / file.name, {"format": "pt"})  # fmt: skip
         else:
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    held = load(tmp_path, "weight_only").state_dict()[GATE]
+    held = load(tmp_path, "weight_only").state_dict()[ROUTER]
     assert held.dtype == torch.float32
-    assert torch.equal(held, stored_gate(checkpoint).bfloat16().float())
+    assert torch.equal(held, stored_router(checkpoint).bfloat16().float())
     configure(tmp_path, moe_router_dtype=None)
-    assert load(tmp_path, "weight_only").state_dict()[GATE].dtype == torch.bfloat16
+    assert load(tmp_path, "weight_only").state_dict()[ROUTER].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
