@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -87,8 +87,8 @@ def check(path: Path, gpu_mem: str, host_mem: str, context: int | None, kv_dtype
     found = read_repository(path)
     typed = {"--gpu-mem": gpu_mem, "--host-mem": host_mem, "--kv-dtype": kv_dtype, "--context": context}
     with named_by_flags(FLAGS | {"worker.device_mem": "--gpu-mem"}, typed):
-        parse_size(gpu_bytes := whole_memory(gpu_mem, None), "--gpu-mem")
-        parse_size(host := host_bytes(host_mem), "--host-mem")
+        parse_size(gpu_bytes := whole_memory(gpu_mem, None), "--gpu-mem", takes_auto=True)
+        parse_size(host := host_bytes(host_mem), "--host-mem", takes_auto=True)
         fits = list(_fits(path, context, found.context_max_tokens, gpu_bytes, host, kv_dtype))
     kind = kv_dtype or found.dtype
     if output != "table":
@@ -115,26 +115,17 @@ def read_repository(path: Path) -> Repository:
     """Check the repository at `path` as a worker does before it reads weights. Raises ConfigError."""
     from protocol.errors import ConfigError
     from protocol.tokenizer_files import read_tokenizer
-    from worker.runners.checkpoint import geometry_of, library_refusals, read_config, stored_dtype
+    from worker.runners.checkpoint import geometry_of, library_refusals, read_by_library, read_config, stored_dtype
     from worker.weights.matching import match
     from worker.weights.quantization import read_quantization
     from worker.weights.safetensors_header import FIELD
     from worker.weights.shards import Shards
 
     config = read_config(path)
-    try:
-        from transformers import AutoConfig
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the checks of a worker need the package {error.name}",
-            field="model",
-            value=error.name,
-            remedy="pip install 'hisparse[worker]'",
-        ) from error
     quantization, tokenizer = read_quantization(config, path / "config.json"), read_tokenizer(path)
     no_drafts = ""
     with library_refusals(path, FIELD), Shards.open(path) as shards:
-        about: Any = AutoConfig.from_pretrained(path)
+        about = read_by_library(path)
         try:
             matches = match(about, shards, quantization, draft_layer=True)
         except ConfigError as refusal:

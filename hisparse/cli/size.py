@@ -149,7 +149,7 @@ def size(
         flags |= {"worker.host_mem": host_bytes(host_mem), "worker.device_mem": None if whole else device_mem}
         if group_size > 1:
             ExpertShare.of(0, group_size, dimensions.n_routed_experts)
-        gpu_bytes = parse_size(whole, "--gpu-mem") if whole else 0
+        gpu_bytes = parse_size(whole, "--gpu-mem", takes_auto=True) if whole else 0
         try:
             found, kind, held = size_node(path, dimensions, flags, context, whole, group_size, workers)
         except ConfigError as error:

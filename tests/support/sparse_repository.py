@@ -28,7 +28,7 @@ def write_sparse(path: Path, fields: dict[str, Any], config: Any, *, fp8: bool =
             at = 0
         shards[-1][name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at, total = at + size, total + size
-    where = {}
+    where: dict[str, str] = {}
     for number, shard in enumerate(shards):
         file = f"model-{number:05}.safetensors"
         where |= dict.fromkeys(shard, file)

@@ -68,7 +68,7 @@ def read_dimensions(path: str | Path) -> Any:
         raise _unfit(reason, path, f"use one of {', '.join(FAMILIES)}")
     _check_values(config, file, "config")
     if FAMILIES[config["model_type"]].read & SHARING & config.keys() and not config.get("indexer_types"):
-        return _read_by_library(file)
+        return read_by_library(file)
     missing = [name for name in DIMENSIONS if not isinstance(config.get(name), int)]
     if missing:
         raise _unfit(f"has no {', no '.join(missing)}", path, "pass the config.json of the whole model")
@@ -206,12 +206,13 @@ def library_refusals(path: str | Path, field: str) -> Iterator[None]:
         ) from error
 
 
-def _read_by_library(file: Path) -> Any:
+def read_by_library(file: Path) -> Any:
+    """The model library's config object of a config.json, or of a directory with one. Raises ConfigError."""
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
         raise _unfit(
-            f"which layers share a selection is worked out by the package {error.name}",
+            f"what config.json leaves to the model library needs the package {error.name}",
             file,
             "pip install 'hisparse[worker]'",
         ) from error

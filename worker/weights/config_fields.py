@@ -147,7 +147,8 @@ def _unfit(name: str, value: object, values: tuple[object, ...], file: str, fiel
 
 def _unknown(names: list[str], file: str, field: str) -> ConfigError:
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-    text = f"{', '.join(name[:80] for name in names[:NAMED_MAX])}{more}: no such field is known, and a field may change tokens"
+    named = ", ".join(name[:80] for name in names[:NAMED_MAX])
+    text = f"{named}{more}: no such field is known, and a field may change tokens"
     return _refusal(text, file, field, "remove a field that changes none, or use a version that knows the field")
 
 
