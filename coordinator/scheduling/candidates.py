@@ -22,7 +22,7 @@ from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import given_sizes, is_pinned, size_at_floor
 from coordinator.scheduling.prefill_costs import REST_TOKENS_MAX, PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.shortcut import Standing, WorkerOrder
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import (
@@ -218,7 +218,7 @@ class Candidates:
         chunks = 0
         for rank in worker.ranks[: bisect_left(worker.ranks, entry.rank)]:
             ahead = self._table.by_rank[rank]
-            if ahead.phase is EntryPhase.RUNNING and (size := size_at_floor(ahead, worker)) is not None:
+            if ahead.runs and (size := size_at_floor(ahead, worker)) is not None:
                 chunks += size.hot_chunks - ahead.chunks
             elif entry.thinned and ahead.hot.hot_slots == RESIDENT:
                 growth = page_limit(ahead.length, worker.capacity) - ahead.pages

@@ -276,15 +276,14 @@ class PlacementProgressed(msgspec.Struct, frozen=True):
 
 
 class PlacementEnded(msgspec.Struct, frozen=True):
-    """The placement is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
-    the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
-    if any, is what they will be asked for first. Rows below `cacheable_tokens` are durable and right, kept or not;
-    `is_suspect`: what it wrote may be wrong, since it faulted or its worker died of it."""
+    """The placement is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept).
+    `first_token` goes with the rows when nothing of the output was said yet; `warm_start`, if any, is what they will be
+    asked for first. Rows below `cacheable_tokens` are durable and right, kept or not; `is_suspect`: what it wrote may
+    be wrong, since it faulted or its worker died of it."""
 
     request_index: int
     placement: int
     durable_tokens: int
-    final: bool
     first_token: messages.FirstToken = messages.NO_TOKEN
     warm_start: bytes = b""
     cacheable_tokens: int = 0

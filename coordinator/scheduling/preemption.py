@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_state import RANK_OF, EntryPhase, RequestState
+from coordinator.scheduling.request_state import RANK_OF, RequestState
 from protocol.messages import NO_HOT_BUFFER
 from protocol.sizing import RESIDENT, HotSize, Memory, can_force, hot_sizes_for
 
@@ -90,7 +90,7 @@ def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, host_page
     for their prompt alone."""
     leaving = list(worker.leaving.values())
     shrinking = sum(entry.chunks - entry.resizing.hot_chunks for entry in worker.resizing.values() if entry.resizing)
-    starting = [entry for entry in _active(placement_table, worker) if entry.phase is EntryPhase.STARTING]
+    starting = [entry for entry in _active(placement_table, worker) if not entry.runs]
     passing = [entry for entry in starting if entry.prefills_only]
     later = sum(entry.chunks - _floor(entry, worker, floored=floored).hot_chunks for entry in starting)
     return Memory(
@@ -109,7 +109,7 @@ def _relieve_gpu(
     shrinkable = {
         entry.request_index: entry.chunks - _floor(entry, worker, floored=floored).hot_chunks
         for entry in _active(placement_table, worker)
-        if entry is not asker and entry.phase is EntryPhase.RUNNING and entry.resizing is None
+        if entry is not asker and entry.runs and entry.resizing is None
     }
     spare = sum(shrinkable.values())
     while True:
@@ -121,8 +121,7 @@ def _relieve_gpu(
         victim = lower[gone]
         gone += 1
         spare -= shrinkable.pop(victim.request_index, 0)
-        starting = victim.phase is EntryPhase.STARTING
-        remedy.will_be_free = free.plus(_gpu_of(victim, worker, starting=starting, floored=floored))
+        remedy.will_be_free = free.plus(_gpu_of(victim, worker, starting=not victim.runs, floored=floored))
     _shrink_largest(placement_table, remedy, need.hot_chunks, shrinkable, floored=floored)
     return lower[:gone]
 
@@ -245,7 +244,7 @@ def size_at_floor(entry: RequestState, worker: WorkerEntry) -> HotSize | None:
 
 def _keeps_to_floor(asker: RequestState, worker: WorkerEntry) -> bool:
     """A request that is to come does, be it from a worker that drains; one that runs there need not."""
-    return asker.phase is not EntryPhase.RUNNING or asker.worker != worker.name
+    return not asker.runs or asker.worker != worker.name
 
 
 def _sizes(pages: int, worker: WorkerEntry, *, floored: bool) -> list[HotSize]:

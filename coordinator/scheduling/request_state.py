@@ -1,15 +1,13 @@
 """One request: its life cycle, by the table of coordinator.scheduling.lifecycle, its place and its history. Pure.
 
-Its phases, as policy sees them:
+Where it is, policy reads of three facts:
 
-    WAITING    in `PlacementTable.waiting`, unless held
-    STARTING   admitted; prefilling, staging or loading: its hot buffer cannot be resized yet
-    RUNNING    in the decode batch
-    LEAVING    asked to leave, or its end is decided; its memory is as good as free, but not yet
-    CLOSING    told to end while it waited; its end is awaited
+    `worker`    set from its admission until the Scheduler has heard that its placement is over
+    `leaving`   asked to leave it, or its end is decided: its memory is as good as free, but not yet
+    `state`     RUNNING: in the decode batch, so that its hot buffer can be resized
 
-A phase changes in the Scheduler's turns, when the memory of a plan is reserved and when what a step returned is heard.
-The state changes when a worker's event or an order is handled: behind a plan, and ahead of what follows from an event.
+The first two change in the Scheduler's turns. The state changes when a worker's event or an order is handled: behind a
+plan, and ahead of what follows from an event.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -121,17 +118,6 @@ class Transition(NamedTuple):
     reason: str
 
 
-class EntryPhase(Enum):
-    WAITING = "waiting"
-    STARTING = "starting"
-    RUNNING = "running"
-    LEAVING = "leaving"
-    CLOSING = "closing"
-
-
-ON_WORKER = frozenset({EntryPhase.STARTING, EntryPhase.RUNNING, EntryPhase.LEAVING})
-
-
 @dataclass(slots=True, eq=False)
 class RequestState:
     """One live request: its life cycle, its place, and what operators ordered.
@@ -169,7 +155,7 @@ class RequestState:
 
     # from its worker's inventory, or from what is durable
     state: State = State.QUEUED
-    phase: EntryPhase = EntryPhase.WAITING
+    leaving: bool = False
     keep: bool = False  # what RETRACTING is to do with the rows
     frees_pages: bool = False  # leaving: its host pages will be free
     lost: bool = False  # leaving: its worker is gone
@@ -252,8 +238,18 @@ class RequestState:
 
     @property
     def is_ending(self) -> bool:
-        """Its end was ordered, so it will not wait again."""
-        return bool(self.ordered.outcome)
+        """Return whether it will not wait again: its end was ordered, or it is over."""
+        return bool(self.ordered.outcome) or self.state in TERMINAL
+
+    @property
+    def waits(self) -> bool:
+        """Return whether it is to be admitted, now or once an operator resumes it."""
+        return not (self.worker or self.is_ending)
+
+    @property
+    def runs(self) -> bool:
+        """Return whether it decodes, and is not to leave."""
+        return self.state is State.RUNNING and not self.leaving
 
     @property
     def chunks(self) -> int:
@@ -262,7 +258,7 @@ class RequestState:
 
     @property
     def memory(self) -> Memory:
-        on_worker = self.phase in ON_WORKER
+        on_worker = bool(self.worker)
         return Memory(self.pages, self.chunks, self.pages * on_worker, int(on_worker))
 
     # ---------------------------------------------------------------- from the journal
@@ -465,7 +461,6 @@ class RequestState:
             self.facts.request_index,
             self.placement,
             self.kept_tokens,
-            target is OUTCOME,
             first_token,
             warm_start,
             0 if has_failed else cacheable,

@@ -31,7 +31,7 @@ import trio._core._run
 
 from coordinator.journal.records import RequestFacts
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from coordinator.tokens.logprob_rows import unpack_logprobs
 from coordinator.workers.epoch_link import WorkerLink
 from protocol import messages, units
@@ -183,7 +183,7 @@ class Checker(trio.abc.Instrument):
         truth = life.truth_of(entry.request_index)
         if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.placement):
             return
-        kept = entry.phase is EntryPhase.WAITING
+        kept = not entry.worker
         durable = entry.kept_tokens if kept else life.durable(entry.request_index, entry.placement)
         pool = self._cluster.pools[entry.node]
         if not durable or life.pool_id(entry.node) != pool.id:

@@ -32,7 +32,7 @@ from coordinator.memory.ledger import Freeing, Ledger
 from coordinator.memory.prefix_index import Chain, Digest, PrefixIndex, root_of
 from coordinator.scheduling.events import LedgerStep
 from coordinator.scheduling.prefix_reuse import PrefixReuse
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from metrics.state import Buckets
 from protocol.errors import HiSparseError
 from protocol.messages import ModelInfo, Sampling, WorkerCapacity
@@ -212,7 +212,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.wrong -= given
         for page in given:
             self.rows.pop(page, None)
-        entry.phase, entry.worker, entry.node, entry.placement = EntryPhase.STARTING, worker, NODE, placement
+        entry.worker, entry.node, entry.placement = worker, NODE, placement
         entry.shared_pages = int(share.size)
         self.reuse.use(entry, NODE, int(share.size))
         key = worker, self.epochs[worker]
