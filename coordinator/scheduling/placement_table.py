@@ -17,7 +17,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from coordinator.journal.records import DRAINS_MAX, RequestFacts, RequestOrdered, RequestPlaced
-from coordinator.journal.state import RequestRecord
+from coordinator.journal.state import RequestRecord, no_order
 from coordinator.memory.ledger import EpochKey, Ledger, follows
 from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
 from coordinator.scheduling.groups import life_of, missing_of, ranks_of
@@ -64,10 +64,12 @@ class PlacementTable:
 
     def add(self, facts: RequestFacts, now: float = 0.0, prompt: bytes = b"", grammar: str = "") -> RequestState:
         """Add a request that was submitted at `now`, waiting."""
-        entry = RequestState(facts, prompt, grammar, now)
-        self.entries[facts.request_index] = self.by_rank[facts.rank] = self.unexplained[facts.request_index] = entry
-        insort(self.waiting, facts.rank)
-        self._turns.add(facts)
+        return self._add(RequestState(facts, prompt, grammar, submitted_at=now))
+
+    def _add(self, entry: RequestState) -> RequestState:
+        self.entries[entry.request_index] = self.by_rank[entry.rank] = self.unexplained[entry.request_index] = entry
+        insort(self.waiting, entry.rank)
+        self._turns.add(entry.facts)
         return entry
 
     def remove(self, entry: RequestState) -> None:
@@ -252,18 +254,19 @@ class PlacementTable:
         self._arrivals, self._placements = arrivals, placements
 
     def recover(self, record: RequestRecord, generated: int, now: float) -> RequestState:
-        """Add a request of an earlier incarnation that was submitted at `now`, waiting, as its history says."""
-        entry = self.add(record.facts, now, record.prompt, record.grammar)
-        entry.generated = generated
+        """Add a request of an earlier incarnation that was submitted at `now`, waiting, as its history says. Its orders
+        come with `recover_orders`."""
+        entry = RequestState.of(record, now)
+        entry.generated, entry.ordered = generated, no_order(entry.request_index)
+        self._add(entry)
         del self.unexplained[entry.request_index]
-        self.poison_detector.recover(entry, record.strikes, record.mark)
+        self.poison_detector.recover(entry)
         return entry
 
-    def recover_kept(self, entry: RequestState, placed: RequestPlaced, record: RequestRecord, pages: int) -> None:
+    def recover_kept(self, entry: RequestState, placed: RequestPlaced, pages: int) -> None:
         """It keeps `pages` of a departed placement."""
         entry.node, entry.placement, entry.prefills_only = placed.node, placed.placement, placed.prefills_only
-        entry.kept_tokens, entry.pages = record.kept_tokens, pages
-        entry.first_token = record.first_token if record.kept_tokens else NO_TOKEN
+        entry.pages = pages
         self.kept[entry.request_index] = entry
 
     def recover_placed(
@@ -386,13 +389,13 @@ class PlacementTable:
                 "kept": entry.request_index in self.kept,
                 "managed": worker is not None and entry.request_index in worker.managed,
             }
-            stays = bool(entry.worker) and not entry.leaving
+            is_listed = bool(entry.worker) and not entry.leaving
             expected = {
                 "waiting": entry.waits and not entry.ordered.held,
-                "on its worker": stays,
+                "on its worker": is_listed,
                 "leaving": entry.leaving and not entry.lost,
                 "kept": not entry.worker and entry.pages > 0,
-                "managed": stays and entry.hot.hot_slots > RESIDENT,
+                "managed": is_listed and entry.hot.hot_slots > RESIDENT,
             }
             holds = ledger_of(entry.node).held(entry.placement) if entry.node else None
             memory = entry.memory

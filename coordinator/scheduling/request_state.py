@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -22,8 +22,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from msgspec import structs
 
 from basics.request_states import ACTIVE, RESUMABLE, TERMINAL, WAITING, State, state_text
-from coordinator.journal.records import RequestFacts, RequestOrdered
-from coordinator.journal.state import no_order
+from coordinator.journal.state import RequestRecord
 from coordinator.memory.prefix_index import Chain, Match
 from coordinator.scheduling.events import (
     Admitted,
@@ -56,7 +55,7 @@ from coordinator.scheduling.lifecycle import (
 )
 from protocol import messages
 from protocol.errors import InternalError, ProtocolError, WrongState
-from protocol.messages import NO_TOKEN, FirstToken, Rank, Sampling
+from protocol.messages import Rank, Sampling
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 from protocol.units import PAGE_TOKENS
 
@@ -119,31 +118,26 @@ class Transition(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class RequestState:
-    """One live request: its life cycle, its place, and what operators ordered.
+class RequestState(RequestRecord):
+    """One live request: its durable half, its life cycle, its place.
 
-    The Request changes its life cycle, by `handle`; the Scheduler changes the rest, by its PlacementTable. `pages` and
-    `hot` mirror the node's ledger, with the plan under way; `PlacementTable.check_invariants` compares them.
+    The Request changes its life cycle, by `handle`; the Scheduler changes the rest, by its PlacementTable; `placed`,
+    `on_worker`, `killed` and `ended` are as appended to the journal. `pages` and `hot` are the node's ledger's with the
+    plan under way; `PlacementTable.check_invariants` compares them. `kept_tokens` is also written by the step that ends
+    a placement, before the table knows.
     """
 
-    facts: RequestFacts  # durable, as RequestAccepted, with the next two
-    prompt: bytes = b""  # until it ends
-    grammar: str = ""
     submitted_at: float = 0.0  # on the coordinator's clock
 
-    # durable, by records that RequestRecord puts together
-    ordered: RequestOrdered = field(init=False)  # replaced, never changed: the journal refers to the same record
-    strikes: int = 0  # deaths of its workers in a row, at `mark` generated tokens (coordinator.scheduling.poison)
-    mark: int = -1
+    # durable, as `placed`, which follows a plan
     placement: int = 0  # on a worker, or where its kept pages are
     worker: str = ""
-    epoch: int = 0
     node: str = ""
     own_tokens: int = 0  # of its prompt, and not all: rows with which this placement, or the last one, began
     prefills_only: bool = False  # this placement, or the last one: its worker does not decode it
     transfer_id: int = 0  # key in PlacementTable.transfers: the rows are on their way there, or have arrived
-    kept_tokens: int = 0  # also written by the step that ends a placement, before the table knows
-    first_token: FirstToken = NO_TOKEN  # of what is kept: drawn, and not said yet
+
+    # durable with the end
     outcome: State = State.FAILED  # in RELEASING: how it will end, and why
     verdict: str = ""
     tail_text: str = ""
@@ -195,12 +189,13 @@ class RequestState:
     lines: deque[Transition] = field(default_factory=lambda: deque(maxlen=HISTORY_LINES_MAX - 1))
     lines_dropped: int = 0
 
-    def __post_init__(self) -> None:
-        self.ordered = no_order(self.facts.request_index)
-
-    @property
-    def request_index(self) -> int:
-        return self.facts.request_index
+    @classmethod
+    def of(cls, record: RequestRecord, submitted_at: float) -> RequestState:
+        """Return the live request whose durable half is `record`."""
+        state = cls(record.facts, submitted_at=submitted_at)
+        for known in fields(RequestRecord):
+            setattr(state, known.name, getattr(record, known.name))
+        return state
 
     @property
     def rank(self) -> Rank:

@@ -90,10 +90,6 @@ class RequestTable:
             ),
         }
 
-    def begin_placement(self, live: RequestState, placement: int, epoch: int) -> None:
-        live.epoch = epoch
-        self.by_placement[placement] = live
-
     def end_placement(self, placement: int) -> None:
         live = self.by_placement.pop(placement, None)
         if live is not None:
@@ -175,7 +171,8 @@ class RequestTable:
     def admitted(self, worker: str, epoch: int, placement: int) -> RequestState | None:
         """Return the request whose placement it is; None when it has departed or is another worker's."""
         live = self.by_placement.get(placement)
-        return live if live is not None and live.epoch == epoch and live.worker == worker else None
+        placed = live.placed if live is not None else None
+        return live if placed is not None and (placed.epoch, placed.worker) == (epoch, worker) else None
 
     def request_index(self, request_id: str, user: str | None = None) -> int:
         """Raises NotFound."""

@@ -582,7 +582,7 @@ class Scheduler(SchedulerApi):
     def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
         prefix_tokens = decision.prefix_tokens
-        self._requests.begin_placement(entry, decision.placement, worker.epoch)
+        self._requests.by_placement[decision.placement] = entry
         self._begin_admission(entry, decision.durable_tokens)
         if not decision.durable_tokens:
             self._prefix_reuse.use(entry, worker.node, decision.share.size)

@@ -10,7 +10,7 @@ import pytest
 
 from basics.request_states import State
 from coordinator.journal.records import RequestPlaced
-from coordinator.journal.state import RequestRecord, no_order
+from coordinator.journal.state import RequestRecord
 from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events
@@ -45,7 +45,7 @@ class Desk:
         placement_table = self.dispatch.placement_table
         placement_table.go_on_from(arrivals=1, placements=1)
         placement_table.add_worker(self.worker)
-        record = RequestRecord(make_facts(7, 100, 300), b"", no_order(7))
+        record = RequestRecord(make_facts(7, 100, 300))
         self.entry: RequestState = placement_table.recover(record, 30, 0.0)
         placed = RequestPlaced(7, 1, "n0", "w0", 1, 0)
         placement_table.recover_placed(self.entry, placed, memory, self.worker)
