@@ -1,8 +1,8 @@
 """Messages of actors to each other, and the ports through which they reach the transport. Pure.
 
-Who tells whom (asks go down the first column only, everything else is a tell):
+Who tells whom (asks go down the first column only, everything else but the call is a tell):
 
-    Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, CommandAsk          Transact
+    Gateway ──ask──► Scheduler ──call─► HostPool            SubmitAsk, CommandAsk          Transact
     WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, PromptRows,
                                                             InventoryTaken, TransferClosed
     WorkerLink ────► Request                                messages.Event, routed by placement

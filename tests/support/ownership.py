@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -34,6 +34,8 @@ from coordinator.scheduling.poison import PoisonDetector
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.scheduler import Scheduler
+
+Step: TypeAlias = Callable[[Actor[Any], list[Any]], Sequence[object]]
 
 #: Objects that are part of a state; of others (ports, actors, settings) only which one it is.
 STATES: Final = (
@@ -147,12 +149,12 @@ class Ownership(trio.abc.Instrument):
         except Exception as error:  # an instrument that raises is dropped without a word
             self.violations.append((repr(error), task.name))
 
-    def within_step(self, step: Callable[[Actor[Any]], Sequence[object]]) -> Callable[[Actor[Any]], Sequence[object]]:
+    def within_step(self, step: Step) -> Step:
         """`Actor._step`, of an actor that the Scheduler steps."""
 
-        def checked(actor: Actor[Any]) -> Sequence[object]:
+        def checked(actor: Actor[Any], batch: list[Any]) -> Sequence[object]:
             self._look(self._scheduler.name)
-            returned = step(actor)
+            returned = step(actor, batch)
             self._look(actor.name)
             return returned
 

@@ -77,7 +77,7 @@ class Life:
 
 
 class FakeStepper(Actor[None]):
-    """Steps the HostPool where it is called, without a task."""
+    """Stands for the Scheduler, whose task calls the HostPool."""
 
     def __init__(self) -> None:
         super().__init__("stepper", mailbox_max=1, batch_max=1)
@@ -433,11 +433,11 @@ TestPrefixMachine = PrefixMachine.TestCase
 _transact_handle = HostPool.handle
 
 
-async def _unjournalled_eviction(self: HostPool[Any, Any], batch: list[Transact[Any, Any]]) -> None:
+async def _unjournalled_eviction(self: HostPool[Any, Any], batch: list[Transact[Any]]) -> Any:
     append = self._append
     self._append = lambda node, changes, notes: append(node, [it for it in changes if not _is_evict(it)], notes)
     try:
-        await _transact_handle(self, batch)
+        return await _transact_handle(self, batch)
     finally:
         self._append = append
 
