@@ -172,6 +172,7 @@ class RequestState(RequestRecord):
     thinned: bool = False  # policy took it off a worker so that the others there could rise to the hot floor
     came_with: int = 0  # generated tokens when it was admitted
     transfers_failed: int = 0
+    warm_start: bytes = b""  # waiting: what its next worker loads first, unread; a hint on which nothing depends
     paused_until: float = 0.0  # waiting: after a failed transfer
     stranded_at: float | None = None  # waiting: since when its kept pages are where no worker can take it
     reasons_told: frozenset[str] = frozenset()  # waiting: kinds of reasons that its history names already

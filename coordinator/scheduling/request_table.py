@@ -17,7 +17,7 @@ from coordinator.scheduling.turns import Owner
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
 from protocol.errors import NotFound, ProtocolError, WrongState
-from protocol.messages import GRAMMAR_CHARS_MAX, Counters, HistoryLine, RequestRow, Submit
+from protocol.messages import GRAMMAR_CHARS_MAX, WARM_START_BYTES_MAX, Counters, HistoryLine, RequestRow, Submit
 
 if TYPE_CHECKING:
     from coordinator.scheduling.dispatch import Dispatch
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 #: Prompts and grammars of all live requests.
 PROMPT_BYTES_MAX: Final = 8 << 30
+#: Warm starts of all of them: of a thousand prompts of a model with 61 index groups and top-k 2048. Past it what comes
+#: is not kept: the request that waits longest goes first, so what is there is needed sooner.
+WARM_STARTS_BYTES_MAX: Final = 128 << 20
+
+assert WARM_START_BYTES_MAX < WARM_STARTS_BYTES_MAX
 
 
 class EndedRequest(NamedTuple):
@@ -49,6 +54,7 @@ class RequestTable:
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self._live_of: Counter[Owner] = Counter()
         self._prompt_bytes_of: Counter[Owner] = Counter()
+        self.warm_start_bytes = 0
         self._ended_of: dict[Owner, dict[str, None]] = {}  # ids, oldest first
         self.pending = PendingReasons(dispatch.placement_table, dispatch.policy, self._request_id)
         self._prompt_waits = partial(PromptWaits, dispatch.placement_table, token_log.durable)
@@ -84,6 +90,7 @@ class RequestTable:
             "live_requests": RoomUse(len(self.live), settings.live_requests_max),
             "waiting_requests": RoomUse(waiting, settings.queue_max),
             "prompt_bytes": RoomUse(self._prompt_bytes_of.total(), PROMPT_BYTES_MAX),
+            "warm_start_bytes": RoomUse(self.warm_start_bytes, WARM_STARTS_BYTES_MAX),
             "ended_requests": RoomUse(len(self.ended), settings.ended_keep_max),
             "history_lines": RoomUse(
                 sum(it.lines_count - it.lines_dropped for it in requests), HISTORY_LINES_MAX * indices
@@ -96,8 +103,16 @@ class RequestTable:
             live.swaps_before, live.swaps = live.swaps_in_all, NO_SWAPS
             live.drafts_before, live.drafts = live.drafts_in_all, NO_DRAFTS
 
+    def keep_warm_start(self, live: RequestState, packed: bytes) -> None:
+        """Replace what `live` keeps to load first; past a bound nothing is kept."""
+        self.warm_start_bytes -= len(live.warm_start)
+        room = WARM_STARTS_BYTES_MAX - self.warm_start_bytes
+        live.warm_start = packed if len(packed) <= min(WARM_START_BYTES_MAX, room) else b""
+        self.warm_start_bytes += len(live.warm_start)
+
     def end(self, live: RequestState, now: float) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
+        self.keep_warm_start(live, b"")
         self._prompt_bytes_of[live.facts.turn_owner] -= live.prompt_bytes
         live.prompt, live.grammar = b"", ""
         del self.live[live.facts.request_id], self.by_index[live.facts.request_index]
