@@ -74,7 +74,7 @@ from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.following import Leaders
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, is_pinned, next_lower, size_at_floor
+from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, next_lower, size_at_floor
 from coordinator.scheduling.prefill_costs import PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
 from coordinator.scheduling.request_state import RANK_OF, RequestState
@@ -350,7 +350,7 @@ class _Plan:
         larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
         chunks = entry.chunks + self.free.on(worker).hot_chunks
         hot_size = largest_hot_size(entry.pages + pages, chunks, worker.capacity)
-        if is_pinned(entry, worker) or hot_size is None or hot_size.hot_slots == RESIDENT or any(larger):
+        if worker.pins(entry) or hot_size is None or hot_size.hot_slots == RESIDENT or any(larger):
             return False
         self._resize(entry, worker, hot_size)
         return True
@@ -461,7 +461,7 @@ class _Plan:
             if worker is None or not entry.runs or entry.resizing is not None:
                 continue
             hot_size = forced_hot_size(entry.ordered.forced_slots, entry.pages)
-            if hot_size == entry.hot or not is_pinned(entry, worker):
+            if hot_size == entry.hot or not worker.pins(entry):
                 del self.placement_table.forcing[entry.request_index]
             elif hot_size.hot_chunks - entry.chunks <= self.free.on(worker).hot_chunks:
                 del self.placement_table.forcing[entry.request_index]
@@ -493,7 +493,7 @@ class _Plan:
             for entry in reversed(list(self._resizable(worker))):
                 smaller = [it for it in hot_sizes_for(entry.pages, worker.capacity) if it.hot_chunks < entry.chunks]
                 size = next((it for it in smaller if it.hot_slots == worker.probe_slots), None)
-                if size is not None and not is_pinned(entry, worker):
+                if size is not None and not worker.pins(entry):
                     worker.probed = entry.request_index
                     self._resize(entry, worker, size)
                     return
@@ -527,7 +527,7 @@ class _Plan:
         """Grow managed hot buffers, smallest first, out of chunks that no request has asked for in a while."""
         for worker in self.placement_table.workers.values():
             if worker.takes and not worker.resizing and self.now - worker.shrunk_at >= GROW_QUIET_S:
-                managed = [e for e in worker.managed.values() if e.runs and not is_pinned(e, worker)]
+                managed = [e for e in worker.managed.values() if e.runs and not worker.pins(e)]
                 managed.sort(key=lambda entry: entry.chunks)
                 for entry in managed[:GROW_BATCH_MAX]:
                     self._enlarge(entry, worker)
