@@ -172,7 +172,7 @@ def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Pl
     journal_state.requests[state.request_index] = state
     state.generated = ended.generated_tokens
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
-    place.requests.add_ended(state, at)
+    place.requests.add_ended(state)
     if (
         record.placed is None
         or not _is_held(record.placed, journal_state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from basics.request_states import WAITING, State
 from basics.rooms import RoomUse
@@ -35,13 +35,6 @@ WARM_STARTS_BYTES_MAX: Final = 128 << 20
 assert WARM_START_BYTES_MAX < WARM_STARTS_BYTES_MAX
 
 
-class EndedRequest(NamedTuple):
-    """A request that is over, and when it ended. Its prompt and its grammar are gone."""
-
-    live: RequestState
-    at: float
-
-
 class RequestTable:
     """Every request that has a name: live ones, and those that ended not long ago."""
 
@@ -51,7 +44,7 @@ class RequestTable:
         self.live: dict[str, RequestState] = {}
         self.by_index: dict[int, Request] = {}
         self.by_placement: dict[int, RequestState] = {}
-        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        self.ended: OrderedDict[str, RequestState] = OrderedDict()  # oldest first; their prompts and grammars are gone
         self._live_of: Counter[Owner] = Counter()
         self._prompt_bytes_of: Counter[Owner] = Counter()
         self.warm_start_bytes = 0
@@ -84,7 +77,7 @@ class RequestTable:
 
     def room_use(self, waiting: int) -> dict[str, RoomUse]:
         """Measure the rooms that bound the number of requests, `waiting` of which wait."""
-        settings, requests = self._settings, [*self.live.values(), *(it.live for it in self.ended.values())]
+        settings, requests = self._settings, [*self.live.values(), *self.ended.values()]
         indices = settings.live_requests_max + settings.ended_keep_max
         return {
             "live_requests": RoomUse(len(self.live), settings.live_requests_max),
@@ -110,7 +103,7 @@ class RequestTable:
         live.warm_start = packed if len(packed) <= min(WARM_START_BYTES_MAX, room) else b""
         self.warm_start_bytes += len(live.warm_start)
 
-    def end(self, live: RequestState, now: float) -> None:
+    def end(self, live: RequestState) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
         self.keep_warm_start(live, b"")
         self._prompt_bytes_of[live.facts.turn_owner] -= live.prompt_bytes
@@ -119,28 +112,32 @@ class RequestTable:
         self._live_of[live.facts.turn_owner] -= 1
         if not self._live_of[live.facts.turn_owner]:
             del self._live_of[live.facts.turn_owner], self._prompt_bytes_of[live.facts.turn_owner]
-        self.add_ended(live, now)
+        self.add_ended(live)
 
-    def add_ended(self, live: RequestState, at: float) -> None:
-        """It is over since `at`; no other request has been for a shorter time."""
-        self.ended[live.facts.request_id] = EndedRequest(live, at)
+    def add_ended(self, live: RequestState) -> None:
+        """Its end is written; no other request ended later."""
+        self.ended[live.facts.request_id] = live
         self._ended_of.setdefault(live.facts.turn_owner, {})[live.facts.request_id] = None
 
     def forget_old(self, now: float) -> list[int]:
         """Forget what ended long ago, and what is beyond the bound: the oldest of the owner who has most. Returns their
         request indices."""
         keep_max, keep_s = self._settings.ended_keep_max, self._settings.ended_keep_s
-        forgotten: list[EndedRequest] = []
-        while self.ended and now - next(iter(self.ended.values())).at >= keep_s:
+        forgotten: list[RequestState] = []
+        while self.ended and self._until(next(iter(self.ended.values())), now) <= now - keep_s:
             forgotten.append(self._take_ended(next(iter(self.ended))))
         while len(self.ended) > keep_max:
             most = max(self._ended_of.values(), key=len)
             forgotten.append(self._take_ended(next(iter(most))))
-        return [it.live.facts.request_index for it in forgotten]
+        return [it.request_index for it in forgotten]
 
-    def _take_ended(self, request_id: str) -> EndedRequest:
+    def _until(self, live: RequestState, now: float) -> float:
+        """Time at which it ended; `now` while it has not."""
+        return live.ended.at_s - self._wall_offset_s if live.ended is not None else now
+
+    def _take_ended(self, request_id: str) -> RequestState:
         ended = self.ended.pop(request_id)
-        owner = ended.live.facts.turn_owner
+        owner = ended.facts.turn_owner
         del self._ended_of[owner][request_id]
         if not self._ended_of[owner]:
             del self._ended_of[owner]
@@ -159,7 +156,7 @@ class RequestTable:
                     "has not ended", field="request_id", value=request_id, remedy="read its output to the end first"
                 )
         known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self.ended]
-        return [self._take_ended(request_id).live.facts.request_index for request_id in known]
+        return [self._take_ended(request_id).request_index for request_id in known]
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
         """Take in swap-in counters; of placements not its own: dropped. Raises ProtocolError when arrays disagree."""
@@ -191,12 +188,12 @@ class RequestTable:
 
     def request_index(self, request_id: str, user: str | None = None) -> int:
         """Raises NotFound."""
-        return _live(self.find(request_id, user)).facts.request_index
+        return self.find(request_id, user).request_index
 
     def index_of_same(self, submit: Submit, user: str) -> int:
         """The request index of the request whose id `submit` bears. Raises WrongState when it is another request, or
         another user's."""
-        facts = _live(self.find(submit.request_id)).facts
+        facts = self.find(submit.request_id).facts
         sampling = submit.sampling
         if len(sampling.grammar) <= GRAMMAR_CHARS_MAX:  # a longer one was never taken, and takes long to name
             sampling = with_named_grammar(sampling)
@@ -213,10 +210,10 @@ class RequestTable:
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
 
-    def find(self, request_id: str, user: str | None = None) -> RequestState | EndedRequest:
+    def find(self, request_id: str, user: str | None = None) -> RequestState:
         """Raises NotFound, and for another's than `user`'s in the same words: who asks learns nothing."""
         found = self.live.get(request_id) or self.ended.get(request_id)
-        if found is None or user not in (None, _live(found).facts.user):
+        if found is None or user not in (None, found.facts.user):
             raise NotFound(
                 "no request of this id, or it ended too long ago",
                 field="request_id",
@@ -235,17 +232,16 @@ class RequestTable:
         for ended in reversed(self.ended.values()):
             if len(rows) >= limit:
                 break
-            if user in (None, ended.live.facts.user):
-                rows.append(self._row(*ended, waits))
+            if user in (None, ended.facts.user):
+                rows.append(self._row(ended, now, waits))
         return rows
 
     def describe(
         self, request_id: str, now: float, user: str | None = None
     ) -> tuple[RequestRow, tuple[HistoryLine, ...]]:
         """Raises NotFound."""
-        found = self.find(request_id, user)
-        live, at = found if isinstance(found, EndedRequest) else (found, now)
-        return self._row(live, at, self._prompt_waits()), self.history(live)
+        live = self.find(request_id, user)
+        return self._row(live, now, self._prompt_waits()), self.history(live)
 
     def _row(self, live: RequestState, now: float, waits: PromptWaits) -> RequestRow:
         facts, request_index = live.facts, live.request_index
@@ -265,7 +261,7 @@ class RequestTable:
             hits=swaps.hits,
             misses=swaps.misses,
             retractions=live.retractions,
-            age_s=now + self._wall_offset_s - facts.at_s,
+            age_s=self._until(live, now) + self._wall_offset_s - facts.at_s,
             held=live.held,
             reason=pending.text if pending else self._prompt_wait(live, waits) or live.reason,
             waits_for=pending.kind if pending else "",
@@ -297,7 +293,3 @@ class RequestTable:
 
     def count_held(self) -> int:
         return sum(live.held for live in self.live.values())
-
-
-def _live(found: RequestState | EndedRequest) -> RequestState:
-    return found.live if isinstance(found, EndedRequest) else found

@@ -297,7 +297,7 @@ class Scheduler(SchedulerApi):
                 self._requests.keep_warm_start(self._requests.by_index[word.request_index].state, word.warm_start)
             case events.Ending(request_index):
                 self._dispatch.closed(request_index)
-                self._requests.end(self._requests.by_index[request_index].state, now)
+                self._requests.end(self._requests.by_index[request_index].state)
                 self._token_log.cut(request_index)
 
     def _hear(self, message: Message, now: float, turn: _Turn) -> None:

@@ -222,13 +222,13 @@ async def test_grammar_is_kept_until_its_request_ends(autojump_clock: trio.testi
         asked = [it.sampling for it in link.downlink if isinstance(it, messages.Admit) and it.request_id == "held"]
         assert asked == [held_to(grammar).sampling]
         await run_until(life, "held", "FINISHED")
-        ended = life.scheduler._requests.ended["held"].live
+        ended = life.scheduler._requests.ended["held"]
         assert life.scheduler._journal.state.requests[index] is ended
         assert ended.grammar == ""
         assert grammar not in str(ended.facts)
         groups = life.store.groups
     async with Life.over(groups) as life:
-        ended = life.scheduler._requests.ended["held"].live
+        ended = life.scheduler._requests.ended["held"]
         assert life.scheduler._journal.state.requests[index] is ended
         assert ended.grammar == ""
         assert life.scheduler.describe("held")[1][0].reason == "by me, output held to a JSON schema (34 characters)"
