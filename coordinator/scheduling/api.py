@@ -46,19 +46,9 @@ DIGESTED_AT_ONCE: Final = 384 * 4 * PAGE_TOKENS
 LEAVES_AT_ONCE: Final = 1_024
 
 Message: TypeAlias = (
-    events.SubmitAsk
-    | events.CommandAsk
-    | events.ForgetAsk
-    | events.DrainAsk
-    | events.ReleaseAsk
-    | events.DropPrefixesAsk
-    | events.ForgetWorkersAsk
-    | events.StopAsk
-    | events.WorkerUp
-    | events.WorkerBack
+    events.Ask
     | events.WorkerDown
     | events.WorkerExited
-    | events.AuditAsk
     | events.InventoryTaken
     | events.Starving
     | events.PromptRows

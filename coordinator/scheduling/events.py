@@ -329,6 +329,22 @@ class AuditAsk(msgspec.Struct, frozen=True):
     reply: Reply[tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]]
 
 
+#: What the Scheduler answers.
+Ask: TypeAlias = (
+    SubmitAsk
+    | CommandAsk
+    | ForgetAsk
+    | DrainAsk
+    | ReleaseAsk
+    | DropPrefixesAsk
+    | ForgetWorkersAsk
+    | StopAsk
+    | WorkerUp
+    | WorkerBack
+    | AuditAsk
+)
+
+
 class InventoryTaken(msgspec.Struct, frozen=True):
     worker: str
     epoch: int

@@ -314,19 +314,9 @@ class Scheduler(SchedulerApi):
                 turn.take(self._auditor.hear(message, now))
             case events.Recovered(steps, tells, sends):
                 turn.take(Effects(steps, tells, sends))
-            case (
-                events.SubmitAsk()
-                | events.CommandAsk()
-                | events.ForgetAsk()
-                | events.DrainAsk()
-                | events.ReleaseAsk()
-                | events.DropPrefixesAsk()
-                | events.ForgetWorkersAsk()
-                | events.StopAsk()
-                | events.WorkerUp()
-                | events.WorkerBack()
-                | events.AuditAsk()
-            ):
+            case events.Tick():
+                return  # what follows is at the end of the turn
+            case _:
                 try:
                     self._answer(message, now, turn)
                 except HiSparseError as error:
@@ -363,22 +353,7 @@ class Scheduler(SchedulerApi):
         log.info("prefixes dropped", extra=fields(lines=lines, by=ask.owner))
         return tuple(lines)
 
-    def _answer(
-        self,
-        ask: events.SubmitAsk
-        | events.CommandAsk
-        | events.ForgetAsk
-        | events.DrainAsk
-        | events.ReleaseAsk
-        | events.DropPrefixesAsk
-        | events.ForgetWorkersAsk
-        | events.StopAsk
-        | events.WorkerUp
-        | events.WorkerBack
-        | events.AuditAsk,
-        now: float,
-        turn: _Turn,
-    ) -> None:
+    def _answer(self, ask: events.Ask, now: float, turn: _Turn) -> None:
         """Carry an ask out and reply; what it raises fails the reply, and then nothing was done."""
         match ask:
             case events.SubmitAsk():
