@@ -9,7 +9,6 @@ from basics.request_states import State
 from coordinator.memory.changes import Keep
 from coordinator.scheduling import decisions
 from coordinator.scheduling.entries import WorkerDrain
-from coordinator.scheduling.request_state import EntryPhase
 from coordinator.scheduling.validation import check_fits
 from protocol.errors import CapacityError, Unavailable
 from protocol.messages import AUTO, BOTH, DECODE, DIRECT, NO_HOT_BUFFER, NO_TOKEN, PREFILL, STAGED
@@ -124,7 +123,7 @@ def test_no_memory_is_held_while_either_worker_is_full(short: str) -> None:
         fake.settle()
     fake.submit(1, 100, 100)
     assert admits(fake.settle()) == []
-    assert fake.entry(1).phase is EntryPhase.WAITING
+    assert fake.entry(1).waits
     assert fake.ledgers["n0"].holdings_count == 1
 
 
