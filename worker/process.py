@@ -37,7 +37,7 @@ from metrics.exporter import Exporter, serve
 from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 from protocol import logs
-from protocol.config import pool_path
+from protocol.config import keeper_path, pool_path
 from protocol.errors import EXIT_DEFECT, EXIT_PEER_LOST, HiSparseError
 from protocol.logs import fields
 from protocol.settings import Config, WorkerSettings
@@ -114,7 +114,8 @@ class WorkerProcess:
             raise
 
     def _start(self, config: Config, halted: threading.Event) -> None:
-        runner = load_runner(config.worker, self._group.collectives if self._group is not None else None)
+        collectives = self._group.collectives if self._group is not None else None
+        runner = load_runner(config.worker, collectives, keeper_path(config) if config.worker.keeper else None)
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
         if self._group is not None:

@@ -41,13 +41,14 @@ import msgspec
 import trio
 
 from hisparse.client.client import Client
-from hisparse.cluster.children import Child, child_environ, stop_children, wait_all
+from hisparse.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
 from hisparse.cluster.gpus import gpu_bytes
 from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
 from hisparse.cluster.leftovers import check_leftovers, left_text
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.cluster.sockets import remove_dead_sockets
 from hisparse.cluster.starting import started
+from hisparse.cluster.weights import start_weight_keeper
 from hisparse.http.server.api_keys import read_keys
 from hisparse.http.server.tls import tls_of
 from protocol.byte_sizes import AUTO
@@ -85,6 +86,7 @@ class Cluster:
     placed: Sequence[WorkerSettings]
     log_dir: Path | None = None
     workers: dict[str, Child] = field(default_factory=dict)
+    weight_keepers: dict[str, Child] = field(default_factory=dict)
     http: Child | None = None
     ready_fd: int | None = None
 
@@ -93,7 +95,8 @@ class Cluster:
 
     @property
     def children(self) -> tuple[Child, ...]:
-        return tuple(self.by_name.values())
+        """All of them, those that keep weights too."""
+        return (*self.by_name.values(), *self.weight_keepers.values())
 
     @property
     def by_name(self) -> Mapping[str, Child]:
@@ -108,7 +111,19 @@ class Cluster:
 
     def start_worker(self, settings: WorkerSettings) -> None:
         own = msgspec.structs.replace(self.config, worker=settings)
+        if settings.keeper:
+            self._keep_weights(own)
         self.workers[settings.name] = start_child("worker", own, self.log_dir)
+
+    def _keep_weights(self, own: Config) -> None:
+        """Have a keeper of the weights of the worker of `own`, where none runs."""
+        kept = self.weight_keepers.get(own.worker.name)
+        if kept is not None and kept.running:
+            return
+        if kept is not None:
+            _report(f"{kept.name} {exit_text(kept.process.returncode)}; the weights are loaded once more")
+            kept.close()
+        self.weight_keepers[own.worker.name] = start_weight_keeper(own, self.log_dir)
 
     def add_http(self) -> None:
         self.http = start_child(HTTP, self.config, self.log_dir, self.ready_fd)
