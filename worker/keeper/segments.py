@@ -97,7 +97,10 @@ def driver() -> Any:
             value="driver",
             remedy="pip install 'hisparse[cuda]'",
         ) from problem
-    call(found.cuInit, 0)
+    try:
+        call(found.cuInit, 0)
+    except RuntimeError as problem:  # there is no library of the driver
+        raise Unavailable(f"no CUDA driver: {problem}", field="worker.device", value="cuda") from problem
     return found
 
 
