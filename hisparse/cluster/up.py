@@ -41,14 +41,14 @@ import msgspec
 import trio
 
 from hisparse.client.client import Client
-from hisparse.cluster.children import Child, child_environ, exit_text, stop_children, wait_all
+from hisparse.cluster.children import Child, child_environ, stop_children, wait_all
 from hisparse.cluster.gpus import gpu_bytes
 from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
 from hisparse.cluster.leftovers import check_leftovers, left_text
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.cluster.sockets import remove_dead_sockets
 from hisparse.cluster.starting import started
-from hisparse.cluster.weights import start_weight_keeper
+from hisparse.cluster.weights import WeightKeepers
 from hisparse.http.server.api_keys import read_keys
 from hisparse.http.server.tls import tls_of
 from protocol.byte_sizes import AUTO
@@ -86,17 +86,17 @@ class Cluster:
     placed: Sequence[WorkerSettings]
     log_dir: Path | None = None
     workers: dict[str, Child] = field(default_factory=dict)
-    weight_keepers: dict[str, Child] = field(default_factory=dict)
     http: Child | None = None
     ready_fd: int | None = None
 
     def __post_init__(self) -> None:
         self.pool_hold = PoolHold(self.pool)
+        self.keepers = WeightKeepers(_report)
 
     @property
     def children(self) -> tuple[Child, ...]:
         """All of them, those that keep weights too."""
-        return (*self.by_name.values(), *self.weight_keepers.values())
+        return (*self.by_name.values(), *self.keepers.children.values())
 
     @property
     def by_name(self) -> Mapping[str, Child]:
@@ -111,19 +111,8 @@ class Cluster:
 
     def start_worker(self, settings: WorkerSettings) -> None:
         own = msgspec.structs.replace(self.config, worker=settings)
-        if settings.keeper:
-            self._keep_weights(own)
+        self.keepers.keep(own, self.log_dir)
         self.workers[settings.name] = start_child("worker", own, self.log_dir)
-
-    def _keep_weights(self, own: Config) -> None:
-        """Have a keeper of the weights of the worker of `own`, where none runs."""
-        kept = self.weight_keepers.get(own.worker.name)
-        if kept is not None and kept.running:
-            return
-        if kept is not None:
-            _report(f"{kept.name} {exit_text(kept.process.returncode)}; the weights are loaded once more")
-            kept.close()
-        self.weight_keepers[own.worker.name] = start_weight_keeper(own, self.log_dir)
 
     def add_http(self) -> None:
         self.http = start_child(HTTP, self.config, self.log_dir, self.ready_fd)
@@ -169,6 +158,7 @@ class Cluster:
             "worker_endpoint": settings.worker_endpoint,
             "coordinator": {"pid": self.coordinator.pid},
             "workers": [{"name": name, "pid": child.pid} for name, child in self.workers.items()],
+            "keepers": [{"worker": name, "pid": child.pid} for name, child in self.keepers.children.items()],
             "groups": [{"name": group, "workers": ranks} for group, ranks in self.groups.items()],
             "pool": str(self.pool),
             "metrics": self.metrics,

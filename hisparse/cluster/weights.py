@@ -12,13 +12,33 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from hisparse.cluster.children import Child, child_environ, die_with_parent
+from hisparse.cluster.children import Child, child_environ, die_with_parent, exit_text
 from protocol import logs
 from protocol.config import keeper_path
 from protocol.settings import Config
+
+
+@dataclass
+class WeightKeepers:
+    """Keepers of weights by the names of their workers. `report` is called with lines for the user."""
+
+    report: Callable[[str], None]
+    children: dict[str, Child] = field(default_factory=dict)
+
+    def keep(self, config: Config, log_dir: Path | None) -> None:
+        """Have one for the worker of `config` that is about to start, if its settings want one."""
+        name, kept = config.worker.name, self.children.get(config.worker.name)
+        if not config.worker.keeper or (kept is not None and kept.running):
+            return
+        if kept is not None:
+            self.report(f"{kept.name} {exit_text(kept.process.returncode)}: {name} loads its weights once more")
+            kept.close()
+        self.children[name] = start_weight_keeper(config, log_dir)
 
 
 def start_weight_keeper(config: Config, log_dir: Path | None) -> Child:

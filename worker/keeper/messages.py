@@ -24,8 +24,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 MESSAGE_BYTES_MAX: Final = 64 * 1024
-#: Bytes of one piece of memory, which has a descriptor of its own: on a GPU a multiple of what it maps, and small, since
-#: the last piece is taken whole; on the host pages are taken as they are written, and a process has few descriptors.
+#: Bytes of one piece of memory, which has a descriptor of its own. On a GPU a multiple of what it maps, and small, since
+#: the last piece is taken whole. On the host pages are taken as they are written, and a process has few descriptors.
 GPU_SEGMENT_BYTES: Final = 128 << 20
 HOST_SEGMENT_BYTES: Final = 16 << 30
 #: Bytes of a model.
@@ -50,8 +50,8 @@ assert ROWS_MAX * (200 + 32 + 16 * 9 + 64) < MESSAGE_BYTES_MAX  # names, dtypes,
 class WeightsIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What weights in memory follow from: two of them are the same weights exactly if all fields are equal.
 
-    `checkpoint`: digest of its files. `table`: TABLE_VERSION. `device`: CPU, or the id of a GPU. `form`: how weights are
-    held and multiplied. `experts`: the share of a rank. `layers`: with a draft layer or without.
+    `checkpoint`: digest of its files. `table`: TABLE_VERSION. `device`: CPU, or the id of a GPU. `form`: how weights
+    are held and multiplied. `experts`: the share of a rank. `layers`: with a draft layer or without.
     """
 
     checkpoint: _Text

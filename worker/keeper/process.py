@@ -13,8 +13,8 @@ worker, which then loads the weights once more. Ending the worker at once would 
 
 What connects is bounded: CONNECTIONS_MAX at a time, MESSAGE_BYTES_MAX a message, IDLE_S between two unless it fills.
 
-Rejected: CUDA's IPC handles, which any process may open that learns of them, and whose memory ends with the process that
-made it; a keeper that loads weights itself, which needs torch and a context of 0.5 GB on the device.
+Rejected: CUDA's IPC handles, which any process may open that learns of them, and whose memory ends with the process
+that made it; a keeper that loads weights itself, which needs torch and a context of 0.5 GB on the device.
 """
 
 from __future__ import annotations
@@ -144,9 +144,10 @@ class WeightKeeper:
         if not data:
             return None
         try:
-            return decode_worker(data)
+            message: FromWorker = decode_worker(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"not readable: {error}", field="message", value=f"{len(data)} bytes") from error
+        return message
 
     @property
     def _fills(self) -> bool:
