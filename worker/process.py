@@ -116,6 +116,7 @@ class WorkerProcess:
     def _start(self, config: Config, halted: threading.Event) -> None:
         collectives = self._group.collectives if self._group is not None else None
         runner = load_runner(config.worker, collectives, keeper_path(config) if config.worker.keeper else None)
+        self._weights_seconds = runner.weights_seconds
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
         if self._group is not None:
@@ -245,6 +246,7 @@ class WorkerProcess:
             unreported_tokens=lambda: self._outbox.pending_tokens,
             reports_in_flight=lambda: self._outbox.in_flight,
             stopping=lambda: self._link.stopping,
+            weights=lambda: self._weights_seconds,
             transfers=self._executor.transfers.counters,
             rooms=lambda: by_label(self._executor.room_use(), self._outbox.room_use()),
         )

@@ -224,7 +224,7 @@ class KeptMemory:
         return self._mapping.whole[begin : begin + size].view(dtype).view(shape)
 
     def _has_room(self, end: int) -> bool:
-        """Whether there is memory up to byte `end`, of which the keeper may have to give more."""
+        """Return whether there is memory up to byte `end`, of which the keeper may have to give more."""
         try:
             while not self._is_lost and self._mapping.bytes < end:
                 self._link.send(GrowWeights())

@@ -151,7 +151,7 @@ class WeightKeeper:
 
     @property
     def _fills(self) -> bool:
-        """Whether the running task is the one that fills."""
+        """True in the task that fills."""
         return self._turn.statistics().owner is trio.lowlevel.current_task()
 
     async def _take(self, connection: trio.socket.SocketType, message: FromWorker) -> None:

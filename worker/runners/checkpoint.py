@@ -172,7 +172,9 @@ def weights_digest(path: str | Path) -> str:
     is never older than its files. One that is copied or touched is loaded once more.
     """
     digest = hashlib.blake2b(fingerprint(path).encode(), digest_size=16)
-    for file in sorted(it for it in Path(path).iterdir() if it.suffix in (".json", ".safetensors")):
+    for file in sorted(Path(path).iterdir()):
+        if file.suffix not in (".json", ".safetensors"):
+            continue
         status = file.stat()
         about = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         digest.update(f"{file.name} {about}".encode())

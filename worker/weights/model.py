@@ -165,15 +165,15 @@ class ModelTensors:
 
     def place(self, shards: Shards, matches: list[TensorMatch]) -> None:
         """Give the modules memory that is filled."""
-        for it in matches:
-            self._memory_of(shards, it)
+        for matched in matches:
+            self._memory_of(shards, matched)
 
-    def _memory_of(self, shards: Shards, it: TensorMatch) -> BlockFp8 | Tensor:
-        name = it.spec.name
-        if it.scale and name in self._fp8:
-            return self.blocks(it.spec)
+    def _memory_of(self, shards: Shards, matched: TensorMatch) -> BlockFp8 | Tensor:
+        name = matched.spec.name
+        if matched.scale and name in self._fp8:
+            return self.blocks(matched.spec)
         is_rounded = DTYPES[shards.tensors[name].tensor.dtype] != self._dtype
-        return self.plain(it.spec, exact=is_rounded and keeps_exact(self._model, name))
+        return self.plain(matched.spec, exact=is_rounded and keeps_exact(self._model, name))
 
     def blocks(self, spec: TensorSpec) -> BlockFp8:
         """Memory for a weight that stays FP8."""
