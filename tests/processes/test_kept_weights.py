@@ -25,7 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def output(up: Up) -> object:
-    done = up.hisparse("submit", "a long tale", "--max-tokens", "40", "--temperature", "0", "--ignore-eos", "-o", "json")
+    done = up.hisparse(
+        "submit", "a long tale", "--max-tokens", "40", "--temperature", "0", "--ignore-eos", "-o", "json"
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["tokens"]
 

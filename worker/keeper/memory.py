@@ -25,6 +25,7 @@ from torch import Tensor
 
 from protocol.errors import HiSparseError, ProtocolError, Unavailable
 from protocol.logs import fields, logger
+from worker.keeper.credentials import require_own_user
 from worker.keeper.mapping import Mapping, make_mapping
 from worker.keeper.messages import (
     ALIGNMENT_BYTES,
@@ -65,13 +66,14 @@ class TableDiffersError(HiSparseError):
 
 
 class KeeperLink:
-    """A connection to the keeper that listens at `path`. Raises OSError."""
+    """A connection to the keeper that listens at `path`. Raises OSError, ProtocolError for one of another user."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(ANSWER_LIMIT_S)
             self._socket.connect(str(path))
+            require_own_user(self._socket)
         except BaseException:
             self._socket.close()
             raise

@@ -32,6 +32,7 @@ import trio
 
 from protocol.errors import HiSparseError, ProtocolError
 from protocol.logs import fields, logger
+from worker.keeper.credentials import require_own_user
 from worker.keeper.messages import (
     MESSAGE_BYTES_MAX,
     TENSORS_MAX,
@@ -121,8 +122,7 @@ class WeightKeeper:
 
     async def _answer(self, connection: trio.socket.SocketType) -> None:
         try:
-            if (peer := peer_uid(connection)) != self._uid:
-                raise ProtocolError("is not served", field="uid", value=peer)
+            require_own_user(connection, self._uid)
             if self._connections > CONNECTIONS_MAX:
                 raise ProtocolError("too many processes at a time", field="connections", value=self._connections)
             while (message := await self._receive(connection)) is not None:
@@ -213,13 +213,6 @@ class WeightKeeper:
         if self._kept is not None:
             self._kept.close()
         self._kept = None
-
-
-def peer_uid(connection: trio.socket.SocketType) -> int:
-    """The user of the process at the other end."""
-    form = "3i"
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
-    return int(struct.unpack(form, data)[1])
 
 
 async def _send(connection: trio.socket.SocketType, message: FromKeeper) -> None:

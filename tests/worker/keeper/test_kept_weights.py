@@ -19,6 +19,7 @@ from torch import Tensor
 from protocol.settings import WorkerSettings
 from tests import ROOT
 from tests.support.keeper_rig import IDENTITY, keeping
+from worker.keeper import credentials
 from worker.keeper import memory as kept_memory
 from worker.keeper.memory import KeptMemory, TableDiffersError, find_memory
 from worker.runners import transformers_dsa
@@ -271,6 +272,17 @@ def test_without_a_keeper_weights_are_loaded_with_one_line(
     assert find_memory(path, IDENTITY, CPU) is None
     assert [it.message for it in caplog.records] == ["no keeper of weights"]
     assert [*TransformersRunner.load(checkpoints["plain"], keeper=path).weights_seconds] == ["checkpoint"]
+
+
+def test_weights_of_another_users_keeper_are_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, propagated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has made the runtime directory first, in a directory such as /tmp."""
+    with keeping(tmp_path / "weights.sock") as path:
+        uid = os.geteuid()
+        monkeypatch.setattr(credentials.os, "geteuid", lambda: uid + 1)
+        assert find_memory(path, IDENTITY, CPU) is None
+    assert "another user" in str(caplog.records[0].fields["cause"])  # type: ignore[attr-defined]
 
 
 def test_settings_that_shape_weights_are_their_identity() -> None:
