@@ -1,4 +1,4 @@
-"""Where the tensors of a model lie that it reads from its checkpoint, or makes of those once."""
+"""Memory of the tensors that a model reads from its checkpoint, or makes of those once."""
 
 from __future__ import annotations
 
