@@ -10,12 +10,14 @@ python -m hisparse.cluster.weights DESCRIPTOR PARENT_PID LOG_LEVEL LOG_FORMAT WO
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from hisparse.cluster.children import Child, child_environ, die_with_parent, exit_text
 from protocol import logs
@@ -62,6 +64,16 @@ def start_weight_keeper(config: Config, log_dir: Path | None) -> Child:
 def main(descriptor: str, parent_pid: str, level: str, form: str, worker: str) -> None:
     from worker.keeper.process import keep_weights
 
+    with socket.socket(fileno=os.dup(int(descriptor))) as listener:
+        path = listener.getsockname()
+
+    def end(*_: object) -> NoReturn:
+        """Leave no socket. The kernel takes the memory back, once no worker has mapped it."""
+        with suppress(OSError):
+            os.unlink(path)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
     die_with_parent(int(parent_pid))
     logs.configure(level, form, worker=worker)
     keep_weights(int(descriptor))
