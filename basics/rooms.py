@@ -142,7 +142,7 @@ ROOMS: Final = (
         "128 MiB",
         "needs none: a hint, which saves time",
         WhenFull.FORGETS,
-        ("WarmStarts._kept",),
+        ("RequestState.warm_start",),
     ),
     BoundedRoom(
         RoomPlace.COORDINATOR,

@@ -4,7 +4,7 @@ Rules, and why:
 
 - `tell` never blocks, so no cycle of tells can deadlock. It is synchronous: the messages that one actor tells another
   arrive in the order of the calls.
-- `ask` waits for a reply, so asks go one way only: Gateway -> Scheduler -> HostPool -> Journal.
+- `ask` waits for a reply, so asks go one way only, from the Gateway to the Scheduler.
 - Every mailbox is bounded (I8). A full mailbox refuses. An ask raises CapacityError, which its user can act on. A tell
   raises MailboxFullError, which ends the process: tells come from a bounded number of requests, workers and timers, so
   only a defect fills a mailbox with them. For a peer that may flood (a worker's events), the caller checks `room`.
@@ -14,7 +14,8 @@ Rules, and why:
 - An actor that is *stepped* has no task: the task of the actor that steps it handles its messages, before each of its
   own batches and whenever it calls `step_ready`. Inboxes are taken in the order in which their first message arrived.
   What a step returns waits in `returned` for the next batch of the actor that steps, which handles it first.
-  `handle` waits for nothing there, so that a step is whole; one that waits is a defect. There are as many of these as
+  `handle` waits for nothing there, so that a step is whole; one that waits is a defect. Where what follows needs the
+  answer, the task that steps an actor *calls* it: then no message is put anywhere. There are as many stepped actors as
   requests, and a task each would cost 20 us at each submission and 10 us at each message.
 
 Rejected: trio memory channels (one message and one checkpoint per receive, two objects per actor); a task per
@@ -228,16 +229,29 @@ class Actor(ABC, Generic[M]):
     def step_ready(self) -> None:
         """Have each stepped actor with messages handle a batch of them, one after the other, until none has any."""
         while self._ready:
-            self.returned += self._ready.popleft()._step()
+            stepped = self._ready.popleft()
+            self.returned += stepped._step(stepped._next_batch())
 
     def _add_ready(self, stepped: Actor[Any]) -> None:
         self._ready.append(stepped)
         self._parking.wake()
 
-    def _step(self) -> Sequence[object]:
+    def call(self, message: M) -> Sequence[object]:
+        """Handle `message` at once, past the mailbox; return what `handle` returned.
+
+        For the task that steps this actor. Raises InternalError when messages wait, which would come behind it.
+        """
+        if self._mailbox:
+            raise InternalError("is called while messages wait", field="mailbox", value=self.name)
+        return self._step([message])
+
+    def _next_batch(self) -> list[M]:
         batch = self._mailbox.pop(self._batch_max)
         if self._mailbox and self._stepped_by is not None:
             self._stepped_by._add_ready(self)
+        return batch
+
+    def _step(self, batch: list[M]) -> Sequence[object]:
         try:
             return self._handle_at_once(batch)
         except Exception:

@@ -38,8 +38,8 @@ import trio
 
 from basics.rooms import RoomUse
 from coordinator.actor import Reply
-from coordinator.journal.records import LedgerChanged, PoolOpened, Record, tokens_of
-from coordinator.journal.state import JournalState
+from coordinator.journal.records import LedgerChanged, PoolOpened, Record, RequestAccepted, WorkerJoined, tokens_of
+from coordinator.journal.state import JournalState, RequestRecord
 from coordinator.journal.summary import Summarizing
 from coordinator.memory.changes import Change
 from coordinator.memory.ledger import Ledger
@@ -218,6 +218,9 @@ class Journal(Protocol):
     def append(self, records: Sequence[Record]) -> Commit:
         """Write `records` behind all earlier ones. Without records: a Commit of earlier records and arrived tokens."""
 
+    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
+        """Write that a request was accepted; `live` is what `state` has of it from now on."""
+
     def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
         """Write the changes of a node's ledger, then `notes`, in one commit."""
 
@@ -251,10 +254,17 @@ class NoJournal:
         return
 
     def append(self, records: Sequence[Record]) -> Commit:
+        for record in records:
+            if not isinstance(record, WorkerJoined):  # epochs are known for a restart alone
+                self.state.note(record)
+        return DONE
+
+    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
+        self.state.requests[live.request_index] = live
         return DONE
 
     def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
-        return DONE
+        return self.append(notes)
 
     def open_pool(self, opened: PoolOpened) -> Ledger:
         return self.state.open_pool(opened)
@@ -335,6 +345,11 @@ class GroupCommit:
         if self._turn is None:
             self._news.set()
         return Commit(group)
+
+    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
+        commit = self.append([accepted])
+        self.state.requests[live.request_index] = live
+        return commit
 
     def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
         return self.append([LedgerChanged(node, tuple(changes)), *notes])

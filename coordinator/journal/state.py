@@ -61,26 +61,35 @@ def no_order(request_index: int) -> RequestOrdered:
     return RequestOrdered(request_index, held=False, forced_slots=NO_HOT_BUFFER)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request. `placed` is its latest placement, None if it left nothing.
+    """Durable half of one request: what its records lead to. `placed` is its latest placement, None if it left nothing.
 
-    `on_worker`: the placement has not ended. Otherwise `kept_tokens` rows of it are kept. After the end of the request,
-    its prompt and its grammar are only in the journal.
+    `on_worker`: the placement has not ended. Otherwise `kept_tokens` rows of it are kept, and `first_token` behind
+    them, drawn and not said yet. `strikes` are deaths of its workers in a row, at `mark` generated tokens; the last was
+    that of `killed`. A request that is live has the other half, too (coordinator.scheduling.request_state), whose owner
+    writes orders, strikes, kept rows and first token before their records are appended.
     """
 
     facts: RequestFacts
-    prompt: bytes
-    ordered: RequestOrdered
+    prompt: bytes = b""  # with the grammar, until it is over: then they are only in the journal
+    grammar: str = ""
+    ordered: RequestOrdered = field(init=False)  # replaced, never changed: the journal refers to the same record
     placed: RequestPlaced | None = None
     on_worker: bool = False
     kept_tokens: int = 0
     first_token: FirstToken = NO_TOKEN
     strikes: int = 0
-    mark: int = -1  # generated tokens at the last strike
-    killed: str = ""  # worker that died at the last strike
+    mark: int = -1
+    killed: str = ""
     ended: RequestEnded | None = None
-    grammar: str = ""
+
+    def __post_init__(self) -> None:
+        self.ordered = no_order(self.request_index)
+
+    @property
+    def request_index(self) -> int:
+        return self.facts.request_index
 
 
 @dataclass(slots=True)
@@ -102,9 +111,7 @@ class JournalState:
         """Update the state for an appended record. Ledgers and tokens are updated by their owners."""
         match record:
             case RequestAccepted(facts, prompt):
-                request_index, grammar = facts.request_index, facts.sampling.grammar
-                known = RequestRecord(kept_facts(facts), prompt, no_order(request_index), grammar=grammar)
-                self.requests[request_index] = known
+                self.requests[facts.request_index] = RequestRecord(kept_facts(facts), prompt, facts.sampling.grammar)
                 self.arrivals = max(self.arrivals, facts.arrival)
             case WorkerJoined() | PoolOpened() | WorkerDrained() | WorkerUndrained():
                 self._note_of_node(record)
@@ -176,7 +183,7 @@ class JournalState:
                 request.placed = request.placed if kept_tokens else None
                 request.on_worker, request.kept_tokens, request.first_token = False, kept_tokens, first_token
             case RequestEnded():
-                request.ended, request.prompt, request.grammar = record, b"", ""
+                request.ended = record
 
     def open_pool(self, opened: PoolOpened) -> Ledger:
         """The empty ledger of a node's new pool. Only the node's HostPool changes it."""
@@ -238,6 +245,8 @@ class _Replay:
             case _:
                 self._take_of_node(record)
         state.note(record)
+        if isinstance(record, RequestEnded) and (request := state.requests.get(record.request_index)):
+            request.prompt, request.grammar = b"", ""
 
     def _take_of_node(self, record: Record) -> None:
         ledgers = self.state.ledgers

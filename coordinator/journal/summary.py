@@ -95,7 +95,7 @@ class Summarizing:
 
 def facts_of(record: RequestRecord) -> Iterator[Record]:
     """Records of a request beside RequestAccepted, its output and its end, if they differ from the initial state."""
-    request_index, placed = record.facts.request_index, record.placed
+    request_index, placed = record.request_index, record.placed
     if record.ended is None and record.ordered != no_order(request_index):
         yield record.ordered
     if record.strikes and record.ended is None:

@@ -1,10 +1,10 @@
 """The HostPool actor: owner of every ledger of one node, its host pages and the GPU budgets of its workers.
 
-The Scheduler steps it (coordinator.actor). A transaction is applied in one step, so a reservation over host pages,
-seats, hot chunks and index pages is all or nothing (I7). It is appended to the journal in that very step, with the
-records that must become true together with it; the reply has the commit, before which no command may be sent that gives
-memory (I4). A change that does not fit is a defect, since only the Scheduler asks and it plans over these very
-accounts: it ends the process.
+The Scheduler calls it in its turns (coordinator.actor). A transaction is applied in one step, so a reservation over
+host pages, seats, hot chunks and index pages is all or nothing (I7). It is appended to the journal in that very step,
+with the records that must become true together with it; the answer has the commit, before which no command may be sent
+that gives memory (I4). A change that does not fit is a defect, since only the Scheduler asks and it plans over these
+very accounts: it ends the process.
 
 Idle cached pages count as free. When a change takes more pages than are free, some are evicted just before it, and the
 eviction is written down before it like any change. Pages that the same transaction shares are spared.
@@ -20,14 +20,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.actor import Actor, Reply
+from coordinator.actor import Actor
 from coordinator.memory.changes import GIVING, Change, Evict, Reserve, apply, pages_taken
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import PrefixIndex
 from metrics.state import Buckets
 from protocol.arrays import Int32Array
 
-#: The Scheduler takes each reply before it asks again, so one is the most there ever is.
+#: It is called and not told, so one is more than there ever is.
 MAILBOX_MAX: Final = 1
 NO_AGES: Final = np.zeros(0)
 
@@ -44,12 +44,11 @@ class Applied(NamedTuple, Generic[CommitT]):
     commit: CommitT
 
 
-class Transact(msgspec.Struct, Generic[RecordT, CommitT], frozen=True):
+class Transact(msgspec.Struct, Generic[RecordT], frozen=True):
     """Apply `changes` in order, and append them to the journal with `notes`."""
 
     changes: Sequence[Change]
     notes: Sequence[RecordT]
-    reply: Reply[Applied[CommitT]]
 
 
 class PageAges:
@@ -71,7 +70,7 @@ class PageAges:
         return ages
 
 
-class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
+class HostPool(Actor[Transact[RecordT]], Generic[RecordT, CommitT]):
     """`ledger` may be read by any actor between turns; only this one changes it. The Scheduler adds to `prefixes`, and
     this actor evicts from it. `append(node, changes, notes)` writes to the journal and returns the commit. `lifetimes`
     observes how long pages were held, by `clock`; `evicted` is called with each number of pages evicted, and the number
@@ -91,7 +90,6 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
     ) -> None:
         name = f"host pool of {node}"
         super().__init__(name, mailbox_max=MAILBOX_MAX, batch_max=MAILBOX_MAX, stepped_by=stepped_by)
-        self._step_ready = stepped_by.step_ready
         self.node = node
         self.ledger = ledger
         self._prefixes = prefixes
@@ -103,12 +101,12 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
 
     def transact(self, changes: Sequence[Change], notes: Sequence[RecordT] = ()) -> Applied[CommitT]:
         """Apply `changes` in order, all in one commit. For the task that steps this actor."""
-        reply: Reply[Applied[CommitT]] = Reply()
-        self.tell(Transact(changes, notes, reply))
-        self._step_ready()
-        return reply.value()
+        (applied,) = self.call(Transact(changes, notes))
+        assert isinstance(applied, Applied)
+        return applied
 
-    async def handle(self, batch: list[Transact[RecordT, CommitT]]) -> None:
+    async def handle(self, batch: list[Transact[RecordT]]) -> list[Applied[CommitT]]:
+        answers: list[Applied[CommitT]] = []
         for transact in batch:
             given: list[Int32Array] = []
             applied: list[Change] = []
@@ -119,7 +117,8 @@ class HostPool(Actor[Transact[RecordT, CommitT]], Generic[RecordT, CommitT]):
                 given.append(self._apply(change))
                 applied.append(change)
             commit = self._append(self.node, applied, transact.notes)
-            transact.reply.set(Applied(given, commit))
+            answers.append(Applied(given, commit))
+        return answers
 
     def _make_room(self, pages: int, changes: Sequence[Change]) -> Evict | None:
         """Choose pages to evict so that `pages` are free, among those that no change of `changes` shares."""

@@ -30,7 +30,6 @@ from coordinator.scheduling.pending import unserved
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.prefix_reuse import ROOTS_MAX, PrefixReuse, PrefixStats
 from coordinator.scheduling.request_table import RequestTable
-from coordinator.scheduling.warm_start import KEPT_BYTES_MAX, WarmStarts
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from coordinator.tokens.token_log import TokenLog
 from protocol import messages
@@ -47,19 +46,9 @@ DIGESTED_AT_ONCE: Final = 384 * 4 * PAGE_TOKENS
 LEAVES_AT_ONCE: Final = 1_024
 
 Message: TypeAlias = (
-    events.SubmitAsk
-    | events.CommandAsk
-    | events.ForgetAsk
-    | events.DrainAsk
-    | events.ReleaseAsk
-    | events.DropPrefixesAsk
-    | events.ForgetWorkersAsk
-    | events.StopAsk
-    | events.WorkerUp
-    | events.WorkerBack
+    events.Ask
     | events.WorkerDown
     | events.WorkerExited
-    | events.AuditAsk
     | events.InventoryTaken
     | events.Starving
     | events.PromptRows
@@ -80,7 +69,6 @@ class SchedulerApi(Actor[Message]):
     _clock: Callable[[], float]
     _journal: Journal
     _prefix_reuse: PrefixReuse
-    _warm_starts: WarmStarts
     _token_log: TokenLog
     _digesting: trio.Lock
     _ledgers: Mapping[str, Ledger]
@@ -254,11 +242,10 @@ class SchedulerApi(Actor[Message]):
 
     def room_use(self) -> dict[str, RoomUse]:
         """Measure the rooms that the Scheduler, and the parts it owns, keep for requests."""
-        pools, reuse, warm_starts = self.pool_rows(), self._prefix_reuse, self._warm_starts
+        pools, reuse = self.pool_rows(), self._prefix_reuse
         places = self._token_log.arena_tokens
         return self._requests.room_use(len(self._placement_table.waiting)) | {
             "output_places": RoomUse(places - self._token_log.free_places(), places),
-            "warm_start_bytes": RoomUse(warm_starts.kept_bytes, KEPT_BYTES_MAX),
             "prefix_pages": RoomUse(cached := sum(it.cached for it in pools), cached + sum(it.free for it in pools)),
             "prefix_roots": RoomUse(len(reuse.roots), ROOTS_MAX),
         }

@@ -19,10 +19,10 @@ from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.following import Leaders
 from coordinator.scheduling.free_memory import FreeMemory, PlacementAsk
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.preemption import given_sizes, is_pinned, size_at_floor
+from coordinator.scheduling.preemption import size_at_floor
 from coordinator.scheduling.prefill_costs import REST_TOKENS_MAX, PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.shortcut import Standing, WorkerOrder
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import (
@@ -181,9 +181,9 @@ class Candidates:
         return Shape(pages, hot_sizes, first_memory(pages, entry.pages, hot_sizes[0]))
 
     def _hot_sizes(self, entry: RequestState, pages: int, worker: WorkerEntry) -> list[HotSize]:
-        if is_pinned(entry, worker):
+        if worker.pins(entry):
             return [forced_hot_size(entry.ordered.forced_slots, pages)]
-        return given_sizes(pages, worker)
+        return worker.given_sizes(pages)
 
     def _sharing(self, entry: RequestState, ask: PlacementAsk, *, by_steps: bool) -> PlacementAsk:
         """Return `ask`, beginning with what is cached on its node; `by_steps`: a short rest may go through steps."""
@@ -218,7 +218,7 @@ class Candidates:
         chunks = 0
         for rank in worker.ranks[: bisect_left(worker.ranks, entry.rank)]:
             ahead = self._table.by_rank[rank]
-            if ahead.phase is EntryPhase.RUNNING and (size := size_at_floor(ahead, worker)) is not None:
+            if ahead.runs and (size := size_at_floor(ahead, worker)) is not None:
                 chunks += size.hot_chunks - ahead.chunks
             elif entry.thinned and ahead.hot.hot_slots == RESIDENT:
                 growth = page_limit(ahead.length, worker.capacity) - ahead.pages

@@ -9,8 +9,8 @@ from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.events import CommandAsk, DrainAsk, RequestCommand
 from coordinator.scheduling.request_state import RequestState, describe_size
-from coordinator.scheduling.request_table import EndedRequest, RequestTable
-from protocol.errors import BadInput, CapacityError, NotFound, WrongState
+from coordinator.scheduling.request_table import RequestTable
+from protocol.errors import BadInput, CapacityError, NotFound
 from protocol.messages import NAME_CHARS_MAX, NO_HOT_BUFFER, WorkerCapacity
 from protocol.sizing import RESIDENT, Length, can_force
 
@@ -63,13 +63,6 @@ def find(ask: CommandAsk, requests: RequestTable) -> list[RequestState]:
     lives: list[RequestState] = []
     for request_id in dict.fromkeys(ask.request_ids):
         found = requests.find(request_id, ask.user)
-        if isinstance(found, EndedRequest):
-            raise WrongState(
-                f"cannot {ask.command.value} a request that is {found.live.state}",
-                field="request_id",
-                value=request_id,
-                remedy="it has ended: read its output, or submit it again",
-            )
         found.check_command(ask.command)
         lives.append(found)
     return lives

@@ -45,7 +45,7 @@ from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.poison import poison_reason
 from coordinator.scheduling.policy import Policy
 from coordinator.scheduling.prefix_reuse import OFF, PrefixReuse, own_unit
-from coordinator.scheduling.request_state import ON_WORKER, EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from protocol.arrays import Int32Array
 from protocol.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
 from protocol.sizing import Memory
@@ -123,7 +123,6 @@ class Dispatch:
                     self.placement_table.leave(entry, frees_pages=False)
                 return Effects(cached)
             case Stage.STARTED:
-                self.placement_table.start(entry)
                 if not entry.by_steps:  # rows of its prompt have come from another node
                     return Effects(self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node]))
             case Stage.PARKED:
@@ -153,7 +152,7 @@ class Dispatch:
     def prompt_rows(self, entry: RequestState, durable_tokens: int) -> Effects:
         """So many rows of a prompt that is being computed are durable: cache their pages, and look at who waits for
         them."""
-        if entry.phase not in ON_WORKER:
+        if not entry.worker:
             return NOTHING
         cached = self.prefix_reuse.keep_prompt(entry, self.policy.ledgers[entry.node], durable_tokens)
         self.dirty = self.dirty or bool(cached)
@@ -179,8 +178,6 @@ class Dispatch:
         )
         entry.generated = generated
         self.placement_table.depart(entry, kept_tokens, pages, first_token)
-        if event.final or entry.is_ending:
-            self.placement_table.close(entry)
         dropped = event.durable_tokens and not kept_tokens
         return Effects((step,), (AddressedOrder(entry.request_index, RowsGivenUp("dropped")),) if dropped else ())
 
@@ -204,7 +201,7 @@ class Dispatch:
             if inbound.arrived:
                 self.placement_table.close_transfer(inbound)
             return _effects(step)
-        is_failure = not (entry.lost or entry.frees_pages or event.final or entry.is_ending)
+        is_failure = not (entry.lost or entry.frees_pages or entry.is_ending)
         step = LedgerStep(entry.node, Release(entry.placement), journal.RequestDeparted(entry.request_index, 0))
         tells = (
             (AddressedOrder(entry.request_index, RowsGivenUp("its rows had not arrived")),)
@@ -215,11 +212,9 @@ class Dispatch:
         self.placement_table.depart(entry, 0, 0)
         effects = self.revoke(inbound)
         effects = Effects((*suspect, step, *effects.steps), tells, effects.sends)
-        if event.final or entry.is_ending:
-            self.placement_table.close(entry)
-        elif is_failure:
-            effects = effects.plus(self._count_failure(entry, f"sending to {inbound.worker} failed"))
-        return effects
+        if not is_failure:
+            return effects
+        return effects.plus(self._count_failure(entry, f"sending to {inbound.worker} failed"))
 
     def revoke(self, inbound: InboundTransfer) -> Effects:
         """No request wants the rows any more. Pages that may still be written wait for their worker's word (I2)."""
@@ -252,7 +247,7 @@ class Dispatch:
         if entry is None:
             return self.close_transfer(inbound, "", is_lost=False)
         inbound.arrived = True
-        if entry.phase is EntryPhase.WAITING:
+        if not entry.worker:
             self.placement_table.close_transfer(inbound)
         return _effects(LedgerStep(inbound.node, Keep(placement, inbound.pages)))
 
@@ -266,7 +261,7 @@ class Dispatch:
 
     def _transfer_failed(self, entry: RequestState, released: Effects, reason: str, *, is_lost: bool) -> Effects:
         """Its worker is told to leave, or what was taken for sent is given up."""
-        if entry.phase in ON_WORKER:
+        if entry.worker:
             self.placement_table.leave(entry, frees_pages=True)
             effects = released._replace(tells=(AddressedOrder(entry.request_index, RetractOrder(False, reason)),))
         else:
@@ -275,7 +270,7 @@ class Dispatch:
             effects = Effects(
                 (released.steps[0]._replace(note=note),), (AddressedOrder(entry.request_index, RowsGivenUp(reason)),)
             )
-        if is_lost or entry.phase is EntryPhase.CLOSING:
+        if is_lost or entry.is_ending:
             return effects
         return effects.plus(self._count_failure(entry, reason))
 
@@ -293,7 +288,7 @@ class Dispatch:
 
     def starve(self, entry: RequestState) -> None:
         """It is short of granted pages."""
-        if entry.phase is EntryPhase.RUNNING or entry.phase is EntryPhase.STARTING:
+        if entry.worker and not entry.leaving:
             self.placement_table.starving[entry.request_index] = entry
             self.dirty = True
 
@@ -358,7 +353,7 @@ class Dispatch:
         detector, entries = self.placement_table.poison_detector, self.placement_table.entries
         effects, struck = NOTHING, detector.died(key, entries, self.beside_lost(key))
         for entry in struck:
-            if entry.strikes >= POISON_STRIKES and entry.phase is not EntryPhase.CLOSING:
+            if entry.strikes >= POISON_STRIKES and (entry.worker or entry.waits):
                 effects = effects.plus(Effects(self.prefix_reuse.distrust_epoch(key)))
                 effects = effects.plus(self.end(entry, "FAILED", poison_reason(entry, key[0]), "poison"))
         said = [(entry.request_index, entry.strikes, entry.mark) for entry in struck]
@@ -369,7 +364,7 @@ class Dispatch:
     def retract(self, entry: RequestState, *, keep: bool, hold: bool, reason: str) -> Effects:
         self._hold(entry, entry.ordered.held or hold)
         tell = AddressedOrder(entry.request_index, RetractOrder(keep, reason))
-        if entry.phase in ON_WORKER:
+        if entry.worker:
             self.placement_table.leave(entry, frees_pages=not keep)
             return Effects((), (tell,))
         return NOTHING._replace(tells=(tell,)) if keep else self._give_up(entry, reason, tell)
@@ -388,12 +383,10 @@ class Dispatch:
         self.dirty = True
         self.placement_table.order_end(entry, outcome, reason)
         tell = AddressedOrder(entry.request_index, EndOrder(outcome, reason, cause))
-        if entry.phase in ON_WORKER:
+        if entry.worker:
             self.placement_table.leave(entry, frees_pages=True)
             return Effects((), (tell,))
-        effects = self._give_up(entry, reason, tell)
-        self.placement_table.close(entry)
-        return effects
+        return self._give_up(entry, reason, tell)
 
     def force(self, entry: RequestState, hot_slots: int) -> Effects:
         self.placement_table.force(entry, hot_slots)
@@ -485,7 +478,7 @@ class Dispatch:
 
     def _current(self, request_index: int, placement: int) -> RequestState | None:
         entry = self.placement_table.entries.get(request_index)
-        return entry if entry is not None and entry.phase in ON_WORKER and entry.placement == placement else None
+        return entry if entry is not None and entry.worker and entry.placement == placement else None
 
 
 def _effects(*steps: LedgerStep) -> Effects:

@@ -8,13 +8,8 @@ from msgspec.structs import replace
 
 from coordinator.scheduling.events import WorkerPort
 from coordinator.scheduling.request_state import RequestState
-from protocol.messages import (
-    GroupMember,
-    HotFloorRow,
-    ModelInfo,
-    Rank,
-    WorkerCapacity,
-)
+from protocol.messages import NO_HOT_BUFFER, GroupMember, HotFloorRow, ModelInfo, Rank, WorkerCapacity
+from protocol.sizing import RESIDENT, HotSize, can_force, hot_sizes_for
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +78,20 @@ class WorkerEntry:
     @property
     def decodes(self) -> bool:
         return self.capacity.decodes
+
+    def pins(self, entry: RequestState) -> bool:
+        """Return whether an operator's hot size holds: where the request could reach its longest with it here."""
+        slots = entry.ordered.forced_slots
+        return slots != NO_HOT_BUFFER and can_force(slots, entry.length, self.capacity)
+
+    def given_sizes(self, pages: int) -> list[HotSize]:
+        """Hot sizes that policy gives here to a request with `pages` pages: from the hot floor on, or all where not
+        even an empty worker could hold it so."""
+        hot_sizes, floor = hot_sizes_for(pages, self.capacity), self.hot_floor
+        if floor is None:
+            return hot_sizes
+        given = [it for it in hot_sizes if it.hot_slots == RESIDENT or RESIDENT < floor <= it.hot_slots]
+        return given if given[0].hot_chunks <= self.capacity.hot_chunks else hot_sizes
 
     def hands_to(self, other: WorkerEntry) -> bool:
         """Return whether what it prefills can come to be decoded there."""

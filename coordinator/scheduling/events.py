@@ -1,8 +1,8 @@
 """Messages of actors to each other, and the ports through which they reach the transport. Pure.
 
-Who tells whom (asks go down the first column only, everything else is a tell):
+Who tells whom (asks go down the first column only, everything else but the call is a tell):
 
-    Gateway ──ask──► Scheduler ──ask──► HostPool            SubmitAsk, CommandAsk          Transact
+    Gateway ──ask──► Scheduler ──call─► HostPool            SubmitAsk, CommandAsk          Transact
     WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, PromptRows,
                                                             InventoryTaken, TransferClosed
     WorkerLink ────► Request                                messages.Event, routed by placement
@@ -276,15 +276,14 @@ class PlacementProgressed(msgspec.Struct, frozen=True):
 
 
 class PlacementEnded(msgspec.Struct, frozen=True):
-    """The placement is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept). `final`: so is
-    the request, Closed follows. `first_token` goes with the rows when nothing of the output was said yet; `warm_start`,
-    if any, is what they will be asked for first. Rows below `cacheable_tokens` are durable and right, kept or not;
-    `is_suspect`: what it wrote may be wrong, since it faulted or its worker died of it."""
+    """The placement is over. Rows below `durable_tokens` may stay in host pages (0: nothing is kept).
+    `first_token` goes with the rows when nothing of the output was said yet; `warm_start`, if any, is what they will be
+    asked for first. Rows below `cacheable_tokens` are durable and right, kept or not; `is_suspect`: what it wrote may
+    be wrong, since it faulted or its worker died of it."""
 
     request_index: int
     placement: int
     durable_tokens: int
-    final: bool
     first_token: messages.FirstToken = messages.NO_TOKEN
     warm_start: bytes = b""
     cacheable_tokens: int = 0
@@ -328,6 +327,22 @@ class AuditAsk(msgspec.Struct, frozen=True):
 
     owner: str
     reply: Reply[tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]]
+
+
+#: What the Scheduler answers.
+Ask: TypeAlias = (
+    SubmitAsk
+    | CommandAsk
+    | ForgetAsk
+    | DrainAsk
+    | ReleaseAsk
+    | DropPrefixesAsk
+    | ForgetWorkersAsk
+    | StopAsk
+    | WorkerUp
+    | WorkerBack
+    | AuditAsk
+)
 
 
 class InventoryTaken(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import LinkStats
 from coordinator.scheduling.groups import GroupLife, life_of
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.throughput import LOOK_STEPS, FloorRoom, HotFloor, Look
 from protocol.messages import HotFloorRow
 from protocol.sizing import hot_sizes_for
@@ -103,7 +103,7 @@ class HotSizing:
         if seen is not None and counts.steps - seen.counts.steps < LOOK_STEPS:
             return False
         held = (it for worker in ranks for it in self._placement_table.on(worker.name))
-        running = [it for it in held if it.phase is EntryPhase.RUNNING]
+        running = [it for it in held if it.runs]
         is_timed = seen is None or counts.steps - seen.timed.steps >= TIMED_STEPS
         swaps = {it.placement: self._swaps(it) for it in running}
         timed = counts if seen is None or is_timed else seen.timed

@@ -23,7 +23,7 @@ from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.groups import ranks_text
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import memory_of, misfit
 
@@ -107,7 +107,7 @@ class PendingReasons:
             yield first
         for request_index in islice(refused, NOTES_MAX):
             entry = placement_table.entries.get(request_index)
-            if entry is not None and entry.phase is EntryPhase.WAITING and not entry.ordered.held:
+            if entry is not None and entry.waits and not entry.ordered.held:
                 yield entry
 
     # ---------------------------------------------------------------- one request

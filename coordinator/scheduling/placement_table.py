@@ -17,12 +17,12 @@ from typing import Final
 from msgspec.structs import replace
 
 from coordinator.journal.records import DRAINS_MAX, RequestFacts, RequestOrdered, RequestPlaced
-from coordinator.journal.state import RequestRecord
+from coordinator.journal.state import RequestRecord, no_order
 from coordinator.memory.ledger import EpochKey, Ledger, is_same_process
 from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
 from coordinator.scheduling.groups import life_of, missing_of, ranks_of
 from coordinator.scheduling.poison import PoisonDetector
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.turns import Owner, OwnerTurns
 from protocol.errors import InternalError
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, Rank
@@ -64,10 +64,12 @@ class PlacementTable:
 
     def add(self, facts: RequestFacts, now: float = 0.0, prompt: bytes = b"", grammar: str = "") -> RequestState:
         """Add a request that was submitted at `now`, waiting."""
-        entry = RequestState(facts, prompt, grammar, now)
-        self.entries[facts.request_index] = self.by_rank[facts.rank] = self.unexplained[facts.request_index] = entry
-        insort(self.waiting, facts.rank)
-        self._turns.add(facts)
+        return self._add(RequestState(facts, prompt, grammar, submitted_at=now))
+
+    def _add(self, entry: RequestState) -> RequestState:
+        self.entries[entry.request_index] = self.by_rank[entry.rank] = self.unexplained[entry.request_index] = entry
+        insort(self.waiting, entry.rank)
+        self._turns.add(entry.facts)
         return entry
 
     def remove(self, entry: RequestState) -> None:
@@ -93,7 +95,7 @@ class PlacementTable:
         `decoder` it is there for its prompt alone, and that worker is to have room for it afterwards."""
         self._unlist(entry)
         self._placements += 1
-        entry.phase, entry.worker, entry.node = EntryPhase.STARTING, worker.name, worker.node
+        entry.worker, entry.node = worker.name, worker.node
         entry.own_tokens, entry.kept_tokens = entry.facts.part_of_prompt(entry.kept_tokens), 0
         entry.placement, entry.stranded_at = self._placements, None
         entry.prefills_only = hot_size.hot_slots == NO_HOT_BUFFER
@@ -143,11 +145,6 @@ class PlacementTable:
         """Its prompt is in host pages."""
         self.computing.pop(entry.request_index, None)
 
-    def start(self, entry: RequestState) -> None:
-        """It joined the batch. Not so if it is leaving already."""
-        if entry.phase is EntryPhase.STARTING:
-            entry.phase = EntryPhase.RUNNING
-
     def grow(self, entry: RequestState, more: Memory) -> None:
         entry.pages += more.host_pages
         entry.hot = HotSize(entry.hot.hot_slots, entry.hot.hot_chunks + more.hot_chunks)
@@ -166,47 +163,47 @@ class PlacementTable:
         assert entry.resizing is not None
         before, entry.hot, entry.resizing = entry.chunks, entry.resizing, None
         worker = self.workers.get(entry.worker)
-        if worker is not None and entry.phase is not EntryPhase.LEAVING:
+        if worker is not None and not entry.leaving:
             del worker.resizing[entry.request_index]
             self._note_size(entry, worker)
         return before - entry.hot.hot_chunks
 
     def leave(self, entry: RequestState, *, frees_pages: bool) -> None:
         """It will leave its worker by itself or was told to. Told twice: pages once to be freed stay so."""
-        if entry.phase is EntryPhase.LEAVING:
+        if entry.leaving:
             entry.frees_pages = entry.frees_pages or frees_pages
             return
         self._unlist(entry)
-        entry.phase, entry.frees_pages = EntryPhase.LEAVING, frees_pages
+        entry.leaving, entry.frees_pages = True, frees_pages
         if worker := self.workers.get(entry.worker):
             worker.leaving[entry.request_index] = entry
 
     def depart(
         self, entry: RequestState, kept_tokens: int, kept_pages: int, first_token: FirstToken = NO_TOKEN
     ) -> None:
-        """It is off its worker and waits again, on its node if it keeps pages."""
+        """It is off its worker, and waits again unless it is to end: on its node if it keeps pages."""
         self._unlist(entry)
         self.promised.pop(entry.request_index, None)
         entry.first_token, entry.decoder = first_token, ""
-        entry.phase, entry.worker, entry.hot, entry.resizing = EntryPhase.WAITING, "", NO_HOT_SIZE, None
+        entry.worker, entry.hot, entry.resizing = "", NO_HOT_SIZE, None
         entry.pages, entry.kept_tokens = kept_pages, kept_tokens
-        entry.frees_pages = entry.lost = False
+        entry.leaving = entry.frees_pages = entry.lost = False
         if kept_pages:
             self.kept[entry.request_index] = entry
         else:
             entry.placement, entry.node = 0, ""
-        if not entry.ordered.held:
+        if entry.waits and not entry.ordered.held:
             insort(self.waiting, entry.rank)
             self.unexplained[entry.request_index] = entry
 
     def demote(self, entry: RequestState) -> None:
         """A waiting request gives its kept pages up."""
-        del self.kept[entry.request_index]
+        self.kept.pop(entry.request_index, None)
         entry.pages = entry.kept_tokens = entry.placement = 0
         entry.node, entry.stranded_at, entry.first_token = "", None, NO_TOKEN
 
     def hold(self, entry: RequestState, held: bool) -> None:
-        if entry.phase is EntryPhase.WAITING and held != entry.ordered.held:
+        if entry.waits and held != entry.ordered.held:
             if held:
                 _discard(self.waiting, entry.rank)
                 self.unexplained.pop(entry.request_index, None)
@@ -224,22 +221,19 @@ class PlacementTable:
             self.forcing[entry.request_index] = entry
 
     def order_end(self, entry: RequestState, outcome: str, reason: str) -> None:
-        """The first such order stands."""
+        """It is to end, and waits no more. The first such order stands."""
         if not entry.is_ending:
             entry.ordered = replace(entry.ordered, outcome=outcome, reason=reason)
-
-    def close(self, entry: RequestState) -> None:
-        """A waiting request was told to end."""
-        self._unlist(entry)
-        entry.phase = EntryPhase.CLOSING
+        if not entry.worker:
+            self._unlist(entry)
 
     def _unlist(self, entry: RequestState) -> None:
-        """Take it out of every list that its phase had put it in."""
+        """Take it out of the lists of those that wait, or of its worker."""
         self.starving.pop(entry.request_index, None)
         self.unexplained.pop(entry.request_index, None)
         self.kept.pop(entry.request_index, None)
         self.computing.pop(entry.request_index, None)
-        if entry.phase is EntryPhase.WAITING:
+        if not entry.worker:
             _discard(self.waiting, entry.rank)
         worker = self.workers.get(entry.worker)
         if worker is not None:
@@ -260,18 +254,19 @@ class PlacementTable:
         self._arrivals, self._placements = arrivals, placements
 
     def recover(self, record: RequestRecord, generated: int, now: float) -> RequestState:
-        """Add a request of an earlier incarnation that was submitted at `now`, waiting, as its history says."""
-        entry = self.add(record.facts, now, record.prompt, record.grammar)
-        entry.generated = generated
+        """Add a request of an earlier incarnation that was submitted at `now`, waiting, as its history says. Its orders
+        come with `recover_orders`."""
+        entry = RequestState.of(record, now)
+        entry.generated, entry.ordered = generated, no_order(entry.request_index)
+        self._add(entry)
         del self.unexplained[entry.request_index]
-        self.poison_detector.recover(entry, record.strikes, record.mark)
+        self.poison_detector.recover(entry)
         return entry
 
-    def recover_kept(self, entry: RequestState, placed: RequestPlaced, record: RequestRecord, pages: int) -> None:
+    def recover_kept(self, entry: RequestState, placed: RequestPlaced, pages: int) -> None:
         """It keeps `pages` of a departed placement."""
         entry.node, entry.placement, entry.prefills_only = placed.node, placed.placement, placed.prefills_only
-        entry.kept_tokens, entry.pages = record.kept_tokens, pages
-        entry.first_token = record.first_token if record.kept_tokens else NO_TOKEN
+        entry.pages = pages
         self.kept[entry.request_index] = entry
 
     def recover_placed(
@@ -280,7 +275,7 @@ class PlacementTable:
         """It is on `worker`, which is yet to be heard, or (None) leaves one that was lost. Which hot size it has, the
         inventory will say; no row of its prompt counts as durable before the worker says so."""
         self._unlist(entry)
-        entry.phase, entry.lost = EntryPhase.STARTING if worker else EntryPhase.LEAVING, worker is None
+        entry.leaving = entry.lost = worker is None
         entry.node, entry.worker, entry.placement = placed.node, placed.worker, placed.placement
         entry.pages, entry.prefills_only, entry.by_steps = memory.host_pages, placed.prefills_only, True
         entry.own_tokens = entry.facts.part_of_prompt(placed.durable_tokens)
@@ -298,7 +293,7 @@ class PlacementTable:
         """Note what its worker says of its hot buffer, and whether its prompt is staged."""
         worker = self.workers[entry.worker]
         entry.hot, entry.resizing = hot, resizing
-        if entry.phase is not EntryPhase.LEAVING:
+        if not entry.leaving:
             self._note_size(entry, worker)
             if not staged:
                 self.computing[entry.request_index] = entry
@@ -384,7 +379,7 @@ class PlacementTable:
     # ---------------------------------------------------------------- invariants
 
     def check_invariants(self, ledger_of: Callable[[str], Ledger]) -> None:
-        """Lists agree with phases, and entries with the ledgers. Raises InternalError naming the request."""
+        """Lists agree with entries, and entries with the ledgers. Raises InternalError naming the request."""
         for entry in self.entries.values():
             worker = self.workers.get(entry.worker)
             listed = {
@@ -394,13 +389,13 @@ class PlacementTable:
                 "kept": entry.request_index in self.kept,
                 "managed": worker is not None and entry.request_index in worker.managed,
             }
-            phase = entry.phase
+            is_listed = bool(entry.worker) and not entry.leaving
             expected = {
-                "waiting": phase is EntryPhase.WAITING and not entry.ordered.held,
-                "on its worker": phase in (EntryPhase.STARTING, EntryPhase.RUNNING),
-                "leaving": phase is EntryPhase.LEAVING and not entry.lost,
-                "kept": phase is EntryPhase.WAITING and entry.pages > 0,
-                "managed": phase in (EntryPhase.STARTING, EntryPhase.RUNNING) and entry.hot.hot_slots > RESIDENT,
+                "waiting": entry.waits and not entry.ordered.held,
+                "on its worker": is_listed,
+                "leaving": entry.leaving and not entry.lost,
+                "kept": not entry.worker and entry.pages > 0,
+                "managed": is_listed and entry.hot.hot_slots > RESIDENT,
             }
             holds = ledger_of(entry.node).held(entry.placement) if entry.node else None
             memory = entry.memory
@@ -409,9 +404,10 @@ class PlacementTable:
             ):  # rows yet to arrive: its worker's seat is the transfer's
                 memory = replace(memory, seats=holds.seats)
             if listed != expected or (holds and holds != memory):
-                raise InternalError(f"request {entry.request_index} in {phase}: {listed}; holds {holds}, not {memory}")
+                found = f"{listed}, not {expected}; holds {holds}, not {memory}"
+                raise InternalError(f"request {entry.request_index} in {entry.state}: {found}")
             if self._turns.counts(entry.facts) == entry.ordered.held:
-                raise InternalError(f"request {entry.request_index} in {phase}: its turn is counted wrongly")
+                raise InternalError(f"request {entry.request_index} in {entry.state}: its turn is counted wrongly")
         if len(self._turns) != len(self.entries):
             raise InternalError("the turn of a request that is over is counted")
         listed_ranks = sum(len(worker.ranks) for worker in self.workers.values()) + len(self.waiting)

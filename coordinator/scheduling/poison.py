@@ -154,10 +154,9 @@ class PoisonDetector:
         if SUSPECT_STRIKES <= entry.strikes < POISON_STRIKES and entry.generated <= generated:
             self._suspects[entry.request_index] = entry
 
-    def recover(self, entry: RequestState, strikes: int, mark: int) -> None:
-        """Restore the strikes and the mark that it had in an earlier incarnation."""
-        entry.strikes, entry.mark = strikes, mark
-        if strikes >= SUSPECT_STRIKES and entry.generated <= mark:
+    def recover(self, entry: RequestState) -> None:
+        """Suspect it again, by the strikes that it had in an earlier incarnation."""
+        if entry.strikes >= SUSPECT_STRIKES and entry.generated <= entry.mark:
             self._suspects[entry.request_index] = entry
 
     def clear(self) -> None:

@@ -74,10 +74,10 @@ from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.following import Leaders
 from coordinator.scheduling.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, is_pinned, next_lower, size_at_floor
+from coordinator.scheduling.preemption import Frees, Preemption, find_preemption, next_lower, size_at_floor
 from coordinator.scheduling.prefill_costs import PrefillCosts
 from coordinator.scheduling.prefix_reuse import PrefixReuse
-from coordinator.scheduling.request_state import RANK_OF, EntryPhase, RequestState
+from coordinator.scheduling.request_state import RANK_OF, RequestState
 from protocol.arrays import Int32Array
 from protocol.messages import DECODE, Rank
 from protocol.sizing import (
@@ -197,7 +197,7 @@ class _Plan:
             at = self._admit_until(at, entry.rank)
             if entry.decoder:
                 self._promise(entry)
-            elif entry.phase is EntryPhase.RUNNING and entry.resizing is None:
+            elif entry.runs and entry.resizing is None:
                 self._feed(entry, self.placement_table.workers[entry.worker])
         self._admit_until(at, None)
 
@@ -350,14 +350,14 @@ class _Plan:
         larger = (e for e in self._resizable(worker) if e.chunks > entry.chunks and next_lower(e, e.chunks, worker))
         chunks = entry.chunks + self.free.on(worker).hot_chunks
         hot_size = largest_hot_size(entry.pages + pages, chunks, worker.capacity)
-        if is_pinned(entry, worker) or hot_size is None or hot_size.hot_slots == RESIDENT or any(larger):
+        if worker.pins(entry) or hot_size is None or hot_size.hot_slots == RESIDENT or any(larger):
             return False
         self._resize(entry, worker, hot_size)
         return True
 
     def _resizable(self, worker: WorkerEntry) -> Iterator[RequestState]:
         entries = (self.placement_table.by_rank[rank] for rank in worker.ranks)
-        return (entry for entry in entries if entry.phase is EntryPhase.RUNNING and entry.resizing is None)
+        return (entry for entry in entries if entry.runs and entry.resizing is None)
 
     # ---------------------------------------------------------------- making room
 
@@ -438,7 +438,7 @@ class _Plan:
             if worker.drain is None or not worker.drain.handover or worker.node in self.blocked:
                 continue
             running = [self.placement_table.by_rank[rank] for rank in worker.ranks]
-            for entry in [entry for entry in running if entry.phase is EntryPhase.RUNNING][:HANDOVER_BATCH_MAX]:
+            for entry in [entry for entry in running if entry.runs][:HANDOVER_BATCH_MAX]:
                 if not self._hand_over(entry, worker):
                     break
 
@@ -458,10 +458,10 @@ class _Plan:
         """Begin the resizes that operators asked for, as far as chunks are free."""
         for entry in list(self.placement_table.forcing.values()):
             worker = self.placement_table.workers.get(entry.worker)
-            if worker is None or entry.phase is not EntryPhase.RUNNING or entry.resizing is not None:
+            if worker is None or not entry.runs or entry.resizing is not None:
                 continue
             hot_size = forced_hot_size(entry.ordered.forced_slots, entry.pages)
-            if hot_size == entry.hot or not is_pinned(entry, worker):
+            if hot_size == entry.hot or not worker.pins(entry):
                 del self.placement_table.forcing[entry.request_index]
             elif hot_size.hot_chunks - entry.chunks <= self.free.on(worker).hot_chunks:
                 del self.placement_table.forcing[entry.request_index]
@@ -489,11 +489,11 @@ class _Plan:
         probed = self.placement_table.entries.get(worker.probed)
         if worker.probe_slots is None:
             worker.probed = -1
-        elif probed is None or probed.worker != worker.name or probed.phase is not EntryPhase.RUNNING:
+        elif probed is None or probed.worker != worker.name or not probed.runs:
             for entry in reversed(list(self._resizable(worker))):
                 smaller = [it for it in hot_sizes_for(entry.pages, worker.capacity) if it.hot_chunks < entry.chunks]
                 size = next((it for it in smaller if it.hot_slots == worker.probe_slots), None)
-                if size is not None and not is_pinned(entry, worker):
+                if size is not None and not worker.pins(entry):
                     worker.probed = entry.request_index
                     self._resize(entry, worker, size)
                     return
@@ -527,9 +527,7 @@ class _Plan:
         """Grow managed hot buffers, smallest first, out of chunks that no request has asked for in a while."""
         for worker in self.placement_table.workers.values():
             if worker.takes and not worker.resizing and self.now - worker.shrunk_at >= GROW_QUIET_S:
-                managed = [
-                    e for e in worker.managed.values() if e.phase is EntryPhase.RUNNING and not is_pinned(e, worker)
-                ]
+                managed = [e for e in worker.managed.values() if e.runs and not worker.pins(e)]
                 managed.sort(key=lambda entry: entry.chunks)
                 for entry in managed[:GROW_BATCH_MAX]:
                     self._enlarge(entry, worker)

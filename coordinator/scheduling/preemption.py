@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_state import RANK_OF, EntryPhase, RequestState
-from protocol.messages import NO_HOT_BUFFER
-from protocol.sizing import RESIDENT, HotSize, Memory, can_force, hot_sizes_for
+from coordinator.scheduling.request_state import RANK_OF, RequestState
+from protocol.sizing import HotSize, Memory, hot_sizes_for
 
 
 @dataclass(slots=True)
@@ -90,7 +89,7 @@ def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, host_page
     for their prompt alone."""
     leaving = list(worker.leaving.values())
     shrinking = sum(entry.chunks - entry.resizing.hot_chunks for entry in worker.resizing.values() if entry.resizing)
-    starting = [entry for entry in _active(placement_table, worker) if entry.phase is EntryPhase.STARTING]
+    starting = [entry for entry in _active(placement_table, worker) if not entry.runs]
     passing = [entry for entry in starting if entry.prefills_only]
     later = sum(entry.chunks - _floor(entry, worker, floored=floored).hot_chunks for entry in starting)
     return Memory(
@@ -109,7 +108,7 @@ def _relieve_gpu(
     shrinkable = {
         entry.request_index: entry.chunks - _floor(entry, worker, floored=floored).hot_chunks
         for entry in _active(placement_table, worker)
-        if entry is not asker and entry.phase is EntryPhase.RUNNING and entry.resizing is None
+        if entry is not asker and entry.runs and entry.resizing is None
     }
     spare = sum(shrinkable.values())
     while True:
@@ -121,8 +120,7 @@ def _relieve_gpu(
         victim = lower[gone]
         gone += 1
         spare -= shrinkable.pop(victim.request_index, 0)
-        starting = victim.phase is EntryPhase.STARTING
-        remedy.will_be_free = free.plus(_gpu_of(victim, worker, starting=starting, floored=floored))
+        remedy.will_be_free = free.plus(_gpu_of(victim, worker, starting=not victim.runs, floored=floored))
     _shrink_largest(placement_table, remedy, need.hot_chunks, shrinkable, floored=floored)
     return lower[:gone]
 
@@ -220,42 +218,25 @@ def _lower(placement_table: PlacementTable, worker: WorkerEntry, asker: RequestS
     return (placement_table.by_rank[rank] for rank in worker.ranks if rank > asker.rank)
 
 
-def is_pinned(entry: RequestState, worker: WorkerEntry) -> bool:
-    """An operator's hot size holds where the request could reach its longest with it."""
-    slots = entry.ordered.forced_slots
-    return slots != NO_HOT_BUFFER and can_force(slots, entry.length, worker.capacity)
-
-
-def given_sizes(pages: int, worker: WorkerEntry) -> list[HotSize]:
-    """Hot sizes that policy gives there to a request with `pages` pages: from the worker's hot floor on, or all where
-    not even an empty worker could hold it so."""
-    hot_sizes = hot_sizes_for(pages, worker.capacity)
-    floor = worker.hot_floor
-    if floor is None:
-        return hot_sizes
-    given = [it for it in hot_sizes if it.hot_slots == RESIDENT or RESIDENT < floor <= it.hot_slots]
-    return given if given[0].hot_chunks <= worker.capacity.hot_chunks else hot_sizes
-
-
 def size_at_floor(entry: RequestState, worker: WorkerEntry) -> HotSize | None:
     """The hot size at the floor of `worker` for a request there that is below it; None: it is not, or is pinned."""
-    size = given_sizes(entry.pages, worker)[0]
-    return size if entry.chunks < size.hot_chunks and not is_pinned(entry, worker) else None
+    size = worker.given_sizes(entry.pages)[0]
+    return size if entry.chunks < size.hot_chunks and not worker.pins(entry) else None
 
 
 def _keeps_to_floor(asker: RequestState, worker: WorkerEntry) -> bool:
     """A request that is to come does, be it from a worker that drains; one that runs there need not."""
-    return asker.phase is not EntryPhase.RUNNING or asker.worker != worker.name
+    return not asker.runs or asker.worker != worker.name
 
 
 def _sizes(pages: int, worker: WorkerEntry, *, floored: bool) -> list[HotSize]:
     """A running request that is nearly out of pages may push others below the floor, rather than off the worker."""
-    return given_sizes(pages, worker) if floored else hot_sizes_for(pages, worker.capacity)
+    return worker.given_sizes(pages) if floored else hot_sizes_for(pages, worker.capacity)
 
 
 def _floor(entry: RequestState, worker: WorkerEntry, *, floored: bool) -> HotSize:
     """The smallest that policy may make it."""
-    if is_pinned(entry, worker):
+    if worker.pins(entry):
         return entry.hot
     smallest = _sizes(entry.pages, worker, floored=floored)[0]
     return smallest if smallest.hot_chunks < entry.hot.hot_chunks else entry.hot
@@ -263,7 +244,7 @@ def _floor(entry: RequestState, worker: WorkerEntry, *, floored: bool) -> HotSiz
 
 def next_lower(entry: RequestState, chunks: int, worker: WorkerEntry, *, floored: bool = False) -> HotSize | None:
     """The next hot size below `chunks` chunks."""
-    if is_pinned(entry, worker):
+    if worker.pins(entry):
         return None
     lower = [it for it in _sizes(entry.pages, worker, floored=floored) if it.hot_chunks < chunks]
     return lower[-1] if lower else None

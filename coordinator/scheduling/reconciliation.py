@@ -35,7 +35,7 @@ from coordinator.scheduling.events import (
     WorkerSend,
 )
 from coordinator.scheduling.prefix_reuse import own_unit
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow
 from protocol.messages import Grant, Resize, Withdraw
@@ -99,7 +99,7 @@ def _depart(dispatch: Dispatch, entry: RequestState, worker: WorkerEntry) -> Eff
 
 def _adopt(dispatch: Dispatch, entry: RequestState, it: InventoryRow, ledger: Ledger) -> Effects:
     given = ledger.held(entry.placement)
-    missing = 0 if entry.phase is EntryPhase.LEAVING else given.host_pages - it.host_pages
+    missing = 0 if entry.leaving else given.host_pages - it.host_pages
     # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier
     # incarnation, in which it was leaving, has taken them back
     is_torn = missing > 0 and (it.resizing is not None or _memory(it, missing).hot_chunks > given.hot_chunks)
@@ -108,9 +108,7 @@ def _adopt(dispatch: Dispatch, entry: RequestState, it: InventoryRow, ledger: Le
     use = _memory(it, missing)
     hot = HotSize(it.hot_slots, it.hot_chunks + more)
     dispatch.placement_table.adopt(entry, hot, HotSize(*it.resizing) if it.resizing else None, staged=it.is_staged)
-    if it.is_started:
-        dispatch.placement_table.start(entry)
-    elif it.is_staged and entry.prefills_only:
+    if it.is_staged and not it.is_started and entry.prefills_only:
         dispatch.placement_table.leave(entry, frees_pages=False)
     grant = None
     if missing:

@@ -39,6 +39,7 @@ from coordinator.scheduling.prefix_reuse import own_unit
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import RequestTable
 from coordinator.tokens.token_log import TokenLog
+from protocol.messages import NO_TOKEN
 
 if TYPE_CHECKING:
     from coordinator.scheduling.request import Request
@@ -175,10 +176,11 @@ def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Pl
     ended, facts = record.ended, record.facts
     assert ended is not None
     at = ended.at_s - place.wall_offset_s
-    state = RequestState(facts, submitted_at=facts.at_s - place.wall_offset_s)
-    state.ordered, state.generated = record.ordered, ended.generated_tokens
+    state = RequestState.of(record, facts.at_s - place.wall_offset_s)
+    journal_state.requests[state.request_index] = state
+    state.generated = ended.generated_tokens
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
-    place.requests.add_ended(state, at)
+    place.requests.add_ended(state)
     if (
         record.placed is None
         or not _is_held(record.placed, journal_state)
@@ -200,6 +202,7 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
     placed = record.placed if record.placed and _is_held(record.placed, journal_state) else None
     generated = place.token_log.length(facts.request_index)
     entry = dispatch.placement_table.recover(record, generated, facts.at_s - place.wall_offset_s)
+    journal_state.requests[entry.request_index] = entry
     if record.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, record.killed)
         ordered = msgspec.structs.replace(ordered, outcome="FAILED", reason=reason)
@@ -213,22 +216,20 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
         worker = None
     place.requests.add(place.make_request(entry, worker.port if worker else None))
     if placed and record.on_worker:
-        return _restore_placed(placed, record, entry, worker, journal_state, place)
-    return _restore_waiting(placed, record, entry, journal_state, place)
+        return _restore_placed(placed, entry, worker, journal_state, place)
+    return _restore_waiting(placed, entry, journal_state, place)
 
 
 def _restore_waiting(
-    placed: journal.RequestPlaced | None,
-    record: RequestRecord,
-    entry: RequestState,
-    journal_state: JournalState,
-    place: Place,
+    placed: journal.RequestPlaced | None, entry: RequestState, journal_state: JournalState, place: Place
 ) -> Effects:
     """Keeping what is left of `placed`, if anything is."""
     if placed is not None:
         pages = journal_state.ledgers[placed.node].held(placed.placement).host_pages
-        place.dispatch.placement_table.recover_kept(entry, placed, record, pages)
-    entry.recover_waiting(place.now, known=_in_words(record, entry.generated))
+        place.dispatch.placement_table.recover_kept(entry, placed, pages)
+    else:
+        entry.kept_tokens, entry.first_token = 0, NO_TOKEN
+    entry.recover_waiting(place.now, known=_in_words(entry))
     if entry.ordered.outcome:
         return place.dispatch.end(entry, entry.ordered.outcome, entry.ordered.reason)
     return Effects()
@@ -236,7 +237,6 @@ def _restore_waiting(
 
 def _restore_placed(
     placed: journal.RequestPlaced,
-    record: RequestRecord,
     entry: RequestState,
     worker: WorkerEntry | None,
     journal_state: JournalState,
@@ -247,12 +247,12 @@ def _restore_placed(
     ledger = journal_state.ledgers[placed.node]
     placement_table.recover_placed(entry, placed, ledger.held(placed.placement), worker)
     staged = place.token_log.durable(facts.request_index) >= facts.prompt_tokens
-    entry.recover_placed(place.now, staged=staged, known=_in_words(record, entry.generated))
+    entry.recover_placed(place.now, staged=staged, known=_in_words(entry))
     if ordered.outcome:
         entry.recover_ending(place.now, ordered.outcome, ordered.reason)
     if ordered.outcome or ordered.held:
         placement_table.leave(entry, frees_pages=bool(ordered.outcome))
-    place.requests.begin_placement(entry, placed.placement, placed.epoch)
+    place.requests.by_placement[placed.placement] = entry
     if worker is not None:
         return Effects()
     exited = ledger.has_exited(placed.worker, placed.epoch)
@@ -262,8 +262,7 @@ def _restore_placed(
     return Effects((), (AddressedOrder(entry.request_index, lost),))
 
 
-def _in_words(record: RequestRecord, generated: int) -> str:
+def _in_words(entry: RequestState) -> str:
+    generated, strikes = entry.generated, entry.strikes
     text = f"{generated} token{'s' * (generated != 1)} in the journal"
-    if not record.strikes:
-        return text
-    return f"{text}, {record.strikes} strike{'s' * (record.strikes != 1)}, the last when {record.killed} died"
+    return f"{text}, {strikes} strike{'s' * (strikes != 1)}, the last when {entry.killed} died" if strikes else text

@@ -28,7 +28,6 @@ from coordinator.scheduling.events import (
     Word,
     WorkerPort,
 )
-from coordinator.scheduling.lifecycle import WaitFor, Waits
 from coordinator.scheduling.request_state import (
     Action,
     IllegalEventError,
@@ -37,6 +36,7 @@ from coordinator.scheduling.request_state import (
     Transition,
     WorkerEvent,
 )
+from coordinator.scheduling.waits import WaitFor, Waits
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol.logs import fields, logger

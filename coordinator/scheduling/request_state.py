@@ -1,23 +1,20 @@
 """One request: its life cycle, by the table of coordinator.scheduling.lifecycle, its place and its history. Pure.
 
-Its phases, as policy sees them:
+Where it is, policy reads of three facts:
 
-    WAITING    in `PlacementTable.waiting`, unless held
-    STARTING   admitted; prefilling, staging or loading: its hot buffer cannot be resized yet
-    RUNNING    in the decode batch
-    LEAVING    asked to leave, or its end is decided; its memory is as good as free, but not yet
-    CLOSING    told to end while it waited; its end is awaited
+    `worker`    set from its admission until the Scheduler has heard that its placement is over
+    `leaving`   asked to leave it, or its end is decided: its memory is as good as free, but not yet
+    `state`     RUNNING: in the decode batch, so that its hot buffer can be resized
 
-A phase changes in the Scheduler's turns, when the memory of a plan is reserved and when what a step returned is heard.
-The state changes when a worker's event or an order is handled: behind a plan, and ahead of what follows from an event.
+The first two change in the Scheduler's turns. The state changes when a worker's event or an order is handled: behind a
+plan, and ahead of what follows from an event.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -25,8 +22,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from msgspec import structs
 
 from basics.request_states import ACTIVE, RESUMABLE, TERMINAL, WAITING, State, state_text
-from coordinator.journal.records import RequestFacts, RequestOrdered
-from coordinator.journal.state import no_order
+from coordinator.journal.state import RequestRecord
 from coordinator.memory.prefix_index import Chain, Match
 from coordinator.scheduling.events import (
     Admitted,
@@ -59,12 +55,14 @@ from coordinator.scheduling.lifecycle import (
 )
 from protocol import messages
 from protocol.errors import InternalError, ProtocolError, WrongState
-from protocol.messages import NO_TOKEN, FirstToken, Rank, Sampling
+from protocol.messages import Rank, Sampling
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 from protocol.units import PAGE_TOKENS
 
 #: Causes of failures after which the rows of a placement are not reused.
 SUSPECT_CAUSES: Final = frozenset({"fault", "lost_tokens", "poison"})
+#: Read in loops of policy: a name of an enum takes three times as long.
+RUNNING: Final = State.RUNNING
 #: States in which it takes more memory.
 STAYING: Final = ACTIVE - {State.RETRACTING, State.RELEASING}
 #: Lines of a request's history; older ones are dropped, the first (how it came) stays.
@@ -121,43 +119,27 @@ class Transition(NamedTuple):
     reason: str
 
 
-class EntryPhase(Enum):
-    WAITING = "waiting"
-    STARTING = "starting"
-    RUNNING = "running"
-    LEAVING = "leaving"
-    CLOSING = "closing"
-
-
-ON_WORKER = frozenset({EntryPhase.STARTING, EntryPhase.RUNNING, EntryPhase.LEAVING})
-
-
 @dataclass(slots=True, eq=False)
-class RequestState:
-    """One live request: its life cycle, its place, and what operators ordered.
+class RequestState(RequestRecord):
+    """One live request: its durable half, its life cycle, its place.
 
-    The Request changes its life cycle, by `handle`; the Scheduler changes the rest, by its PlacementTable. `pages` and
-    `hot` mirror the node's ledger, with the plan under way; `PlacementTable.check_invariants` compares them.
+    The Request changes its life cycle, by `handle`; the Scheduler changes the rest, by its PlacementTable; `placed`,
+    `on_worker`, `killed` and `ended` are as appended to the journal. `pages` and `hot` are the node's ledger's with the
+    plan under way; `PlacementTable.check_invariants` compares them. `kept_tokens` is also written by the step that ends
+    a placement, before the table knows.
     """
 
-    facts: RequestFacts  # durable, as RequestAccepted, with the next two
-    prompt: bytes = b""  # until it ends
-    grammar: str = ""
     submitted_at: float = 0.0  # on the coordinator's clock
 
-    # durable, by records that RequestRecord puts together
-    ordered: RequestOrdered = field(init=False)  # replaced, never changed: the journal refers to the same record
-    strikes: int = 0  # deaths of its workers in a row, at `mark` generated tokens (coordinator.scheduling.poison)
-    mark: int = -1
+    # durable, as `placed`, which follows a plan
     placement: int = 0  # on a worker, or where its kept pages are
     worker: str = ""
-    epoch: int = 0
     node: str = ""
     own_tokens: int = 0  # of its prompt, and not all: rows with which this placement, or the last one, began
     prefills_only: bool = False  # this placement, or the last one: its worker does not decode it
     transfer_id: int = 0  # key in PlacementTable.transfers: the rows are on their way there, or have arrived
-    kept_tokens: int = 0  # also written by the step that ends a placement, before the table knows
-    first_token: FirstToken = NO_TOKEN  # of what is kept: drawn, and not said yet
+
+    # durable with the end
     outcome: State = State.FAILED  # in RELEASING: how it will end, and why
     verdict: str = ""
     tail_text: str = ""
@@ -169,7 +151,7 @@ class RequestState:
 
     # from its worker's inventory, or from what is durable
     state: State = State.QUEUED
-    phase: EntryPhase = EntryPhase.WAITING
+    leaving: bool = False
     keep: bool = False  # what RETRACTING is to do with the rows
     frees_pages: bool = False  # leaving: its host pages will be free
     lost: bool = False  # leaving: its worker is gone
@@ -192,6 +174,7 @@ class RequestState:
     thinned: bool = False  # policy took it off a worker so that the others there could rise to the hot floor
     came_with: int = 0  # generated tokens when it was admitted
     transfers_failed: int = 0
+    warm_start: bytes = b""  # waiting: what its next worker loads first, unread; a hint on which nothing depends
     paused_until: float = 0.0  # waiting: after a failed transfer
     stranded_at: float | None = None  # waiting: since when its kept pages are where no worker can take it
     reasons_told: frozenset[str] = frozenset()  # waiting: kinds of reasons that its history names already
@@ -209,12 +192,13 @@ class RequestState:
     lines: deque[Transition] = field(default_factory=lambda: deque(maxlen=HISTORY_LINES_MAX - 1))
     lines_dropped: int = 0
 
-    def __post_init__(self) -> None:
-        self.ordered = no_order(self.facts.request_index)
-
-    @property
-    def request_index(self) -> int:
-        return self.facts.request_index
+    @classmethod
+    def of(cls, record: RequestRecord, submitted_at: float) -> RequestState:
+        """Return the live request whose durable half is `record`."""
+        state = cls(record.facts, submitted_at=submitted_at)
+        for known in fields(RequestRecord):
+            setattr(state, known.name, getattr(record, known.name))
+        return state
 
     @property
     def rank(self) -> Rank:
@@ -252,8 +236,18 @@ class RequestState:
 
     @property
     def is_ending(self) -> bool:
-        """Its end was ordered, so it will not wait again."""
-        return bool(self.ordered.outcome)
+        """Return whether it will not wait again: its end was ordered, or it is over."""
+        return bool(self.ordered.outcome) or self.state in TERMINAL
+
+    @property
+    def waits(self) -> bool:
+        """Return whether it is to be admitted, now or once an operator resumes it."""
+        return not (self.worker or self.is_ending)
+
+    @property
+    def runs(self) -> bool:
+        """Return whether it decodes, and is not to leave."""
+        return self.state is RUNNING and not self.leaving
 
     @property
     def chunks(self) -> int:
@@ -262,7 +256,7 @@ class RequestState:
 
     @property
     def memory(self) -> Memory:
-        on_worker = self.phase in ON_WORKER
+        on_worker = bool(self.worker)
         return Memory(self.pages, self.chunks, self.pages * on_worker, int(on_worker))
 
     # ---------------------------------------------------------------- from the journal
@@ -465,7 +459,6 @@ class RequestState:
             self.facts.request_index,
             self.placement,
             self.kept_tokens,
-            target is OUTCOME,
             first_token,
             warm_start,
             0 if has_failed else cacheable,

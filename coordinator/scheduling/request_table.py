@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from basics.request_states import WAITING, State
 from basics.rooms import RoomUse
@@ -17,7 +17,7 @@ from coordinator.scheduling.turns import Owner
 from coordinator.tokens.token_log import TokenLog
 from protocol.arrays import unpack_int64
 from protocol.errors import NotFound, ProtocolError, WrongState
-from protocol.messages import GRAMMAR_CHARS_MAX, Counters, HistoryLine, RequestRow, Submit
+from protocol.messages import GRAMMAR_CHARS_MAX, WARM_START_BYTES_MAX, Counters, HistoryLine, RequestRow, Submit
 
 if TYPE_CHECKING:
     from coordinator.scheduling.dispatch import Dispatch
@@ -28,13 +28,11 @@ if TYPE_CHECKING:
 
 #: Prompts and grammars of all live requests.
 PROMPT_BYTES_MAX: Final = 8 << 30
+#: Warm starts of all of them: of a thousand prompts of a model with 61 index groups and top-k 2048. Past it what comes
+#: is not kept: the request that waits longest goes first, so what is there is needed sooner.
+WARM_STARTS_BYTES_MAX: Final = 128 << 20
 
-
-class EndedRequest(NamedTuple):
-    """A request that is over, and when it ended. Its prompt and its grammar are gone."""
-
-    live: RequestState
-    at: float
+assert WARM_START_BYTES_MAX < WARM_STARTS_BYTES_MAX
 
 
 class RequestTable:
@@ -46,9 +44,10 @@ class RequestTable:
         self.live: dict[str, RequestState] = {}
         self.by_index: dict[int, Request] = {}
         self.by_placement: dict[int, RequestState] = {}
-        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        self.ended: OrderedDict[str, RequestState] = OrderedDict()  # oldest first; their prompts and grammars are gone
         self._live_of: Counter[Owner] = Counter()
         self._prompt_bytes_of: Counter[Owner] = Counter()
+        self.warm_start_bytes = 0
         self._ended_of: dict[Owner, dict[str, None]] = {}  # ids, oldest first
         self.pending = PendingReasons(dispatch.placement_table, dispatch.policy, self._request_id)
         self._prompt_waits = partial(PromptWaits, dispatch.placement_table, token_log.durable)
@@ -78,21 +77,18 @@ class RequestTable:
 
     def room_use(self, waiting: int) -> dict[str, RoomUse]:
         """Measure the rooms that bound the number of requests, `waiting` of which wait."""
-        settings, requests = self._settings, [*self.live.values(), *(it.live for it in self.ended.values())]
+        settings, requests = self._settings, [*self.live.values(), *self.ended.values()]
         indices = settings.live_requests_max + settings.ended_keep_max
         return {
             "live_requests": RoomUse(len(self.live), settings.live_requests_max),
             "waiting_requests": RoomUse(waiting, settings.queue_max),
             "prompt_bytes": RoomUse(self._prompt_bytes_of.total(), PROMPT_BYTES_MAX),
+            "warm_start_bytes": RoomUse(self.warm_start_bytes, WARM_STARTS_BYTES_MAX),
             "ended_requests": RoomUse(len(self.ended), settings.ended_keep_max),
             "history_lines": RoomUse(
                 sum(it.lines_count - it.lines_dropped for it in requests), HISTORY_LINES_MAX * indices
             ),
         }
-
-    def begin_placement(self, live: RequestState, placement: int, epoch: int) -> None:
-        live.epoch = epoch
-        self.by_placement[placement] = live
 
     def end_placement(self, placement: int) -> None:
         live = self.by_placement.pop(placement, None)
@@ -100,36 +96,48 @@ class RequestTable:
             live.swaps_before, live.swaps = live.swaps_in_all, NO_SWAPS
             live.drafts_before, live.drafts = live.drafts_in_all, NO_DRAFTS
 
-    def end(self, live: RequestState, now: float) -> None:
+    def keep_warm_start(self, live: RequestState, packed: bytes) -> None:
+        """Replace what `live` keeps to load first; past a bound nothing is kept."""
+        self.warm_start_bytes -= len(live.warm_start)
+        room = WARM_STARTS_BYTES_MAX - self.warm_start_bytes
+        live.warm_start = packed if len(packed) <= min(WARM_START_BYTES_MAX, room) else b""
+        self.warm_start_bytes += len(live.warm_start)
+
+    def end(self, live: RequestState) -> None:
         """It is over: only its state, its history and its tokens stay, for a while."""
+        self.keep_warm_start(live, b"")
         self._prompt_bytes_of[live.facts.turn_owner] -= live.prompt_bytes
         live.prompt, live.grammar = b"", ""
         del self.live[live.facts.request_id], self.by_index[live.facts.request_index]
         self._live_of[live.facts.turn_owner] -= 1
         if not self._live_of[live.facts.turn_owner]:
             del self._live_of[live.facts.turn_owner], self._prompt_bytes_of[live.facts.turn_owner]
-        self.add_ended(live, now)
+        self.add_ended(live)
 
-    def add_ended(self, live: RequestState, at: float) -> None:
-        """It is over since `at`; no other request has been for a shorter time."""
-        self.ended[live.facts.request_id] = EndedRequest(live, at)
+    def add_ended(self, live: RequestState) -> None:
+        """Its end is written; no other request ended later."""
+        self.ended[live.facts.request_id] = live
         self._ended_of.setdefault(live.facts.turn_owner, {})[live.facts.request_id] = None
 
     def forget_old(self, now: float) -> list[int]:
         """Forget what ended long ago, and what is beyond the bound: the oldest of the owner who has most. Returns their
         request indices."""
         keep_max, keep_s = self._settings.ended_keep_max, self._settings.ended_keep_s
-        forgotten: list[EndedRequest] = []
-        while self.ended and now - next(iter(self.ended.values())).at >= keep_s:
+        forgotten: list[RequestState] = []
+        while self.ended and self._until(next(iter(self.ended.values())), now) <= now - keep_s:
             forgotten.append(self._take_ended(next(iter(self.ended))))
         while len(self.ended) > keep_max:
             most = max(self._ended_of.values(), key=len)
             forgotten.append(self._take_ended(next(iter(most))))
-        return [it.live.facts.request_index for it in forgotten]
+        return [it.request_index for it in forgotten]
 
-    def _take_ended(self, request_id: str) -> EndedRequest:
+    def _until(self, live: RequestState, now: float) -> float:
+        """Time at which it ended; `now` while it has not."""
+        return live.ended.at_s - self._wall_offset_s if live.ended is not None else now
+
+    def _take_ended(self, request_id: str) -> RequestState:
         ended = self.ended.pop(request_id)
-        owner = ended.live.facts.turn_owner
+        owner = ended.facts.turn_owner
         del self._ended_of[owner][request_id]
         if not self._ended_of[owner]:
             del self._ended_of[owner]
@@ -148,7 +156,7 @@ class RequestTable:
                     "has not ended", field="request_id", value=request_id, remedy="read its output to the end first"
                 )
         known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self.ended]
-        return [self._take_ended(request_id).live.facts.request_index for request_id in known]
+        return [self._take_ended(request_id).request_index for request_id in known]
 
     def count_swaps(self, worker: str, epoch: int, counters: Counters) -> None:
         """Take in swap-in counters; of placements not its own: dropped. Raises ProtocolError when arrays disagree."""
@@ -175,16 +183,17 @@ class RequestTable:
     def admitted(self, worker: str, epoch: int, placement: int) -> RequestState | None:
         """Return the request whose placement it is; None when it has departed or is another worker's."""
         live = self.by_placement.get(placement)
-        return live if live is not None and live.epoch == epoch and live.worker == worker else None
+        placed = live.placed if live is not None else None
+        return live if placed is not None and (placed.epoch, placed.worker) == (epoch, worker) else None
 
     def request_index(self, request_id: str, user: str | None = None) -> int:
         """Raises NotFound."""
-        return _live(self.find(request_id, user)).facts.request_index
+        return self.find(request_id, user).request_index
 
     def index_of_same(self, submit: Submit, user: str) -> int:
         """The request index of the request whose id `submit` bears. Raises WrongState when it is another request, or
         another user's."""
-        facts = _live(self.find(submit.request_id)).facts
+        facts = self.find(submit.request_id).facts
         sampling = submit.sampling
         if len(sampling.grammar) <= GRAMMAR_CHARS_MAX:  # a longer one was never taken, and takes long to name
             sampling = with_named_grammar(sampling)
@@ -201,10 +210,10 @@ class RequestTable:
     def knows(self, request_id: str) -> bool:
         return request_id in self.live or request_id in self.ended
 
-    def find(self, request_id: str, user: str | None = None) -> RequestState | EndedRequest:
+    def find(self, request_id: str, user: str | None = None) -> RequestState:
         """Raises NotFound, and for another's than `user`'s in the same words: who asks learns nothing."""
         found = self.live.get(request_id) or self.ended.get(request_id)
-        if found is None or user not in (None, _live(found).facts.user):
+        if found is None or user not in (None, found.facts.user):
             raise NotFound(
                 "no request of this id, or it ended too long ago",
                 field="request_id",
@@ -223,17 +232,16 @@ class RequestTable:
         for ended in reversed(self.ended.values()):
             if len(rows) >= limit:
                 break
-            if user in (None, ended.live.facts.user):
-                rows.append(self._row(*ended, waits))
+            if user in (None, ended.facts.user):
+                rows.append(self._row(ended, now, waits))
         return rows
 
     def describe(
         self, request_id: str, now: float, user: str | None = None
     ) -> tuple[RequestRow, tuple[HistoryLine, ...]]:
         """Raises NotFound."""
-        found = self.find(request_id, user)
-        live, at = found if isinstance(found, EndedRequest) else (found, now)
-        return self._row(live, at, self._prompt_waits()), self.history(live)
+        live = self.find(request_id, user)
+        return self._row(live, now, self._prompt_waits()), self.history(live)
 
     def _row(self, live: RequestState, now: float, waits: PromptWaits) -> RequestRow:
         facts, request_index = live.facts, live.request_index
@@ -253,7 +261,7 @@ class RequestTable:
             hits=swaps.hits,
             misses=swaps.misses,
             retractions=live.retractions,
-            age_s=now + self._wall_offset_s - facts.at_s,
+            age_s=self._until(live, now) + self._wall_offset_s - facts.at_s,
             held=live.held,
             reason=pending.text if pending else self._prompt_wait(live, waits) or live.reason,
             waits_for=pending.kind if pending else "",
@@ -285,7 +293,3 @@ class RequestTable:
 
     def count_held(self) -> int:
         return sum(live.held for live in self.live.values())
-
-
-def _live(found: RequestState | EndedRequest) -> RequestState:
-    return found.live if isinstance(found, EndedRequest) else found

@@ -45,7 +45,6 @@ from coordinator.scheduling.request_state import RequestState, describe_size
 from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.submission import Submissions
 from coordinator.scheduling.validation import check_deadline
-from coordinator.scheduling.warm_start import WarmStarts
 from coordinator.scheduling.worker_registry import WorkerRegistry
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
@@ -147,7 +146,6 @@ class Scheduler(SchedulerApi):
         self._placement_table = self._dispatch.placement_table
         self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
         self._requests = RequestTable(token_log, settings, wall_offset_s, self._dispatch)
-        self._warm_starts = WarmStarts()
         self._hot_sizing: HotSizing | None = None
         if settings.hot_floor == AUTO_FLOOR:
             self._hot_sizing = HotSizing(self._placement_table, self._requests.swaps_of)
@@ -296,11 +294,10 @@ class Scheduler(SchedulerApi):
             case events.PlacementEnded():
                 self._requests.end_placement(word.placement)
                 turn.take(self._departed(word))
-                self._warm_starts.keep(word.request_index, word.warm_start)
+                self._requests.keep_warm_start(self._requests.by_index[word.request_index].state, word.warm_start)
             case events.Ending(request_index):
-                self._warm_starts.take(request_index)
                 self._dispatch.closed(request_index)
-                self._requests.end(self._requests.by_index[request_index].state, now)
+                self._requests.end(self._requests.by_index[request_index].state)
                 self._token_log.cut(request_index)
 
     def _hear(self, message: Message, now: float, turn: _Turn) -> None:
@@ -317,19 +314,9 @@ class Scheduler(SchedulerApi):
                 turn.take(self._auditor.hear(message, now))
             case events.Recovered(steps, tells, sends):
                 turn.take(Effects(steps, tells, sends))
-            case (
-                events.SubmitAsk()
-                | events.CommandAsk()
-                | events.ForgetAsk()
-                | events.DrainAsk()
-                | events.ReleaseAsk()
-                | events.DropPrefixesAsk()
-                | events.ForgetWorkersAsk()
-                | events.StopAsk()
-                | events.WorkerUp()
-                | events.WorkerBack()
-                | events.AuditAsk()
-            ):
+            case events.Tick():
+                return  # what follows is at the end of the turn
+            case _:
                 try:
                     self._answer(message, now, turn)
                 except HiSparseError as error:
@@ -366,22 +353,7 @@ class Scheduler(SchedulerApi):
         log.info("prefixes dropped", extra=fields(lines=lines, by=ask.owner))
         return tuple(lines)
 
-    def _answer(
-        self,
-        ask: events.SubmitAsk
-        | events.CommandAsk
-        | events.ForgetAsk
-        | events.DrainAsk
-        | events.ReleaseAsk
-        | events.DropPrefixesAsk
-        | events.ForgetWorkersAsk
-        | events.StopAsk
-        | events.WorkerUp
-        | events.WorkerBack
-        | events.AuditAsk,
-        now: float,
-        turn: _Turn,
-    ) -> None:
+    def _answer(self, ask: events.Ask, now: float, turn: _Turn) -> None:
         """Carry an ask out and reply; what it raises fails the reply, and then nothing was done."""
         match ask:
             case events.SubmitAsk():
@@ -582,7 +554,7 @@ class Scheduler(SchedulerApi):
     def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
         entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
         prefix_tokens = decision.prefix_tokens
-        self._requests.begin_placement(entry, decision.placement, worker.epoch)
+        self._requests.by_placement[decision.placement] = entry
         self._begin_admission(entry, decision.durable_tokens)
         if not decision.durable_tokens:
             self._prefix_reuse.use(entry, worker.node, decision.share.size)
@@ -591,7 +563,6 @@ class Scheduler(SchedulerApi):
         transfer = decision.transfer
         if transfer is not None and entry.chain is not None and transfer.share.size:
             self._prefix_reuse.by_node[transfer.worker.node].touch(entry.chain.digests[transfer.share.size - 1])
-        warm_start = self._warm_starts.take(entry.request_index)
         command = messages.Admit(
             placement=decision.placement,
             request_index=entry.request_index,
@@ -609,12 +580,13 @@ class Scheduler(SchedulerApi):
             unsent_tokens=transfer.share.size * PAGE_TOKENS if transfer else 0,
             transfer_id=transfer.transfer_id if transfer else 0,
             destination=transfer.worker.receiver if transfer else b"",
-            warm_start=warm_start if decision.resumed_tokens else b"",
+            warm_start=entry.warm_start if decision.resumed_tokens else b"",
             rank=entry.rank,
             draft_tokens=entry.facts.draft_tokens,
             owner=entry.facts.owner_name,
             by_steps=entry.by_steps,
         )
+        self._requests.keep_warm_start(entry, b"")
         reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
         reason += f"; {prefix_tokens} tokens of the prompt reused" if prefix_tokens else ""
         reason += ", the rest by decode steps" if entry.by_steps else ""

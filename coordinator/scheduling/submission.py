@@ -93,7 +93,7 @@ class Submissions:
         state.chain, state.matches = ask.chain, ask.matches
         self.dispatch.dirty = True
         self.requests.add(self.start(state))
-        return Handle(request_id, request_index), self.journal.append([RequestAccepted(submitted, submit.prompt)])
+        return Handle(request_id, request_index), self.journal.accept(RequestAccepted(submitted, submit.prompt), state)
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
         """Make the actor of a live request."""

@@ -20,7 +20,6 @@ from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import WorkerPort
 from coordinator.scheduling.groups import check_member, ranks_of
 from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_state import ON_WORKER
 from protocol.errors import BadInput, ConfigError, NotFound, ProtocolError, Unavailable, WrongState
 from protocol.messages import (
     NAME_CHARS_MAX,
@@ -315,7 +314,7 @@ class WorkerRegistry:
     def _check_pool_is_left(self, hello: WorkerHello) -> None:
         """The node's pool was created anew: its rows are gone, and with them what quarantines guard. Raise Unavailable
         while a worker may still use the one before."""
-        leaving = any(it.node == hello.node and it.phase in ON_WORKER for it in self._placement_table.entries.values())
+        leaving = any(it.node == hello.node and bool(it.worker) for it in self._placement_table.entries.values())
         if leaving or self._placement_table.of_node(hello.node):
             raise Unavailable(
                 f"workers of node {hello.node} still use the host pool that was there before",

@@ -41,8 +41,9 @@ from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduling.api import SchedulerApi
 from coordinator.scheduling.events import WorkerPort
 from coordinator.tokens.token_log import TokenLog
-from coordinator.workers.command_sender import CommandSender, ReportAcks
+from coordinator.workers.command_sender import CommandSender
 from coordinator.workers.epoch_link import WorkerLink
+from coordinator.workers.report_acks import ReportAcks
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_epoch import Arrival
 from coordinator.workers.worker_hello import Course, KnownWorker, judge

@@ -1,4 +1,4 @@
-"""`hisparse model`: small checkpoints for trials."""
+"""`hisparse model`: checks of repositories, and small checkpoints for trials."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hisparse.cli.model_check import check
 from protocol.errors import BadInput, ConfigError
 
 FAMILIES = ("deepseek-v3.2", "glm-5")
@@ -13,7 +14,10 @@ FAMILIES = ("deepseek-v3.2", "glm-5")
 
 @click.group()
 def model() -> None:
-    """Make small checkpoints for trials."""
+    """Check a repository, or make small checkpoints for trials."""
+
+
+model.add_command(check)
 
 
 @model.command(short_help="Write a small random checkpoint.")

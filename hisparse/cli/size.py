@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
@@ -127,18 +127,15 @@ def size(
     """
     from dataclasses import asdict
 
-    from msgspec.structs import replace
-
     from hisparse.console.output import emit_one
-    from protocol.settings import WorkerSettings
+    from protocol.byte_sizes import parse_size
+    from protocol.errors import ConfigError
     from protocol.units import PAGE_TOKENS
-    from worker.device.capacity import classes_for, plan, seats_for
-    from worker.device.step_rows import StepRows
-    from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kind, read_dimensions
+    from worker.runners.checkpoint import geometry_of, read_dimensions
     from worker.weights.layout import ExpertShare
 
     dimensions = read_dimensions(path)
-    whole = _whole_memory(gpu_mem, device_mem)
+    whole = whole_memory(gpu_mem, device_mem)
     workers = workers or group_size
     if workers % group_size and group_size % workers:
         message = f"{workers} GPUs of a node are neither whole groups of {group_size}, nor an equal part of one"
@@ -146,26 +143,20 @@ def size(
     if group_size > 1 and draft_tokens == AUTO:
         message = f"the ranks of a group draft equally many tokens in all steps: use 0 to {SEAT_ROWS_MAX - 1}"
         raise click.BadParameter(message, param_hint="--draft-tokens")
-    sizes["hot_size_classes"] = sizes["hot_size_classes"] or classes_for(dimensions.index_topk, context)
-    flags = {f"worker.{name}": value for name, value in sizes.items()}
-    drafts = WorkerSettings(draft_tokens=AUTO if draft_tokens == AUTO else int(draft_tokens))
-    flags |= {"worker.draft_tokens": drafts.draft_tokens, "worker.seats": seats_for(seats, drafts)}
-    flags |= {"worker.tail_slots": max(drafts.tail_slots, 2 * StepRows.of(drafts).rows)}
-    held: RankBytes | None = None
+    flags = worker_flags(dimensions, context, seats, draft_tokens, sizes)
     typed = {"--gpu-mem": gpu_mem or whole, "--host-mem": host_mem}
     with named_by_flags(FLAGS | ({"worker.device_mem": "--gpu-mem"} if whole else {}), typed):
-        flags |= {"worker.host_mem": _host_bytes(host_mem)}
+        flags |= {"worker.host_mem": host_bytes(host_mem), "worker.device_mem": None if whole else device_mem}
         if group_size > 1:
             ExpertShare.of(0, group_size, dimensions.n_routed_experts)
-        if whole:
-            device_mem, held = _budget(path, dimensions, group_size, whole, flags)
-        flags |= {"worker.device_mem": device_mem}
-        settings = load_config(None, flags).worker
-        kind = kv_kind(dimensions, settings)
-        info = anonymous_info(dimensions, dimensions.model_type)
-        _require_context(context, info.context_max_tokens)
-        geometry = geometry_of(dimensions, kind, draft_layer=settings.draft_tokens_max > 0)
-        found = plan(replace(settings, group_size=group_size), geometry, info, context, workers)
+        gpu_bytes = parse_size(whole, "--gpu-mem", takes_auto=True) if whole else 0
+        try:
+            found, kind, held = size_node(path, dimensions, flags, context, whole, group_size, workers)
+        except ConfigError as error:
+            if error.field == "--gpu-mem":  # of weights: the text itself was fit
+                error.remedy = _remedy(path, dimensions, gpu_bytes, load_config(None, flags).worker)
+            raise
+    geometry = geometry_of(dimensions, kind, draft_layer=found.settings.draft_tokens_max > 0)
     traced = _read_trace(trace, geometry, found) if trace is not None else None
     if output == "table":
         _print(found, dimensions.model_type, kind, held, group_size, traced)
@@ -181,6 +172,62 @@ def size(
             "host_bytes_per_gpu": found.host_pages * found.host_bytes_per_token * PAGE_TOKENS // workers,
         }
         emit_one(asdict(found) | about | ({"trace": traced.about} if traced else {}), output, ())
+
+
+class NodeSizes(NamedTuple):
+    """A plan, what its KV is kept in, and what a GPU holds beside KV (None: its KV budget was given)."""
+
+    plan: MemoryPlan
+    kind: str
+    held: RankBytes | None
+
+
+def worker_flags(
+    dimensions: Any, context: int, seats: int | None, draft_tokens: str, sizes: Mapping[str, Any]
+) -> dict[str, object]:
+    """Return the settings that sizes depend on, memory aside, by name. `sizes` are given ones, None by default."""
+    from protocol.settings import WorkerSettings
+    from worker.device.capacity import classes_for, seats_for
+    from worker.device.step_rows import StepRows
+
+    classes = sizes.get("hot_size_classes") or classes_for(dimensions.index_topk, context)
+    flags: dict[str, object] = {f"worker.{name}": value for name, value in sizes.items()}
+    drafts = WorkerSettings(draft_tokens=AUTO if draft_tokens == AUTO else int(draft_tokens))
+    flags |= {"worker.hot_size_classes": classes, "worker.draft_tokens": drafts.draft_tokens}
+    flags |= {"worker.seats": seats_for(seats, drafts)}
+    return flags | {"worker.tail_slots": max(drafts.tail_slots, 2 * StepRows.of(drafts).rows)}
+
+
+def size_node(
+    path: Path,
+    dimensions: Any,
+    flags: Mapping[str, object],
+    context: int,
+    gpu_mem: str,
+    group_size: int,
+    workers: int,
+) -> NodeSizes:
+    """Size a worker of `flags`, which have its host memory, for requests of `context` tokens.
+
+    `gpu_mem`: the whole memory of a GPU; "": `flags` have its KV budget. Raises ConfigError and CapacityError that name
+    settings.
+    """
+    from msgspec.structs import replace
+
+    from worker.device.capacity import plan
+    from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kind
+
+    held: RankBytes | None = None
+    flags = dict(flags)
+    if gpu_mem:
+        flags["worker.device_mem"], held = _budget(path, dimensions, group_size, gpu_mem, flags)
+    settings = load_config(None, flags).worker
+    kind = kv_kind(dimensions, settings)
+    info = anonymous_info(dimensions, dimensions.model_type)
+    _require_context(context, info.context_max_tokens)
+    geometry = geometry_of(dimensions, kind, draft_layer=settings.draft_tokens_max > 0)
+    found = plan(replace(settings, group_size=group_size), geometry, info, context, workers)
+    return NodeSizes(found, kind, held)
 
 
 @dataclass(frozen=True)
@@ -226,7 +273,7 @@ def _read_trace(path: Path, geometry: Geometry, plan: MemoryPlan) -> _Traced:
     return _Traced(found, chosen, load_s, {it: s if isfinite(s) else None for it, s in pays.items()})
 
 
-def _whole_memory(gpu_mem: str | None, device_mem: str | None) -> str:
+def whole_memory(gpu_mem: str | None, device_mem: str | None) -> str:
     """What --gpu-mem comes to; "" where --device-mem is the budget itself."""
     from protocol.byte_sizes import parse_size
 
@@ -260,7 +307,7 @@ def _require_context(context: int, context_max: int) -> None:
         )
 
 
-def _host_bytes(host_mem: str) -> str:
+def host_bytes(host_mem: str) -> str:
     """`host_mem`, or what a worker here would take for auto."""
     if host_mem != AUTO:
         return host_mem
@@ -285,7 +332,6 @@ def _budget(
         gpu_mem,
         exchange_bytes=held.exchange,
         prompt_bytes=held.prompts,
-        remedy=_remedy(path, dimensions, gpu_bytes, sized),
     )
     return str(auto_budget(left, held.prompts)), held
 

@@ -265,6 +265,22 @@ async def test_stepper_that_closes_steps_what_was_told_before() -> None:
         assert stepper.log == ["stepper"]
 
 
+async def test_call_is_handled_at_once_and_answered() -> None:
+    """Past the mailbox; behind messages that wait it would come too early."""
+
+    class Doubler(Actor[int]):
+        async def handle(self, batch: list[int]) -> list[int]:
+            return [2 * number for number in batch]
+
+    async with open_stepper() as (stepper, _):
+        doubler = Doubler("doubler", mailbox_max=1, batch_max=1, stepped_by=stepper)
+        assert doubler.call(4) == [8]
+        assert (doubler.room(), stepper.returned) == (1, [])
+        doubler.tell(1)
+        with pytest.raises(InternalError, match="while messages wait"):
+            doubler.call(2)
+
+
 @pytest.mark.parametrize(
     ("message", "error", "match"),
     [(ValueError("broken"), ValueError, "broken"), ("sleep", InternalError, "a waits, and has no task to wait in")],

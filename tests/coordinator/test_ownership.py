@@ -104,7 +104,7 @@ def write_array(life: Life) -> None:
 
 
 def write_journal_state(life: Life) -> None:
-    life.scheduler._journal.state.requests[life.scheduler.lookup("r")].strikes += 1
+    life.scheduler._journal.state.requests[life.scheduler.lookup("r")].killed = "w0"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@
     output  what a request says is what the oracle says
     staged  tests.sim.staged_rows
     groups  tests.sim.group_checker
+    durable requests, nodes and committed tokens are what a replay of the disk leads to
     drains  a worker drains if, and only if, the journal says so of its process, in whichever life of the coordinator
 
 I6 is about kernels, and there are none here.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -29,10 +30,13 @@ import numpy as np
 import trio
 import trio._core._run
 
+from coordinator.journal.ledger_image import parts_of
 from coordinator.journal.records import RequestFacts
+from coordinator.journal.state import JournalState, RequestRecord, replay
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from coordinator.tokens.logprob_rows import unpack_logprobs
+from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.epoch_link import WorkerLink
 from protocol import messages, units
 from protocol.arrays import unpack_int32
@@ -54,6 +58,11 @@ Conversation: TypeAlias = tuple[int, str, int]
 LIVE_LIMIT_S: Final = 150.0
 #: Rounds of the event loop in one run; a few thousand are usual.
 ROUNDS_MAX: Final = 150_000
+#: Rows that are committed between two replays of the disk.
+REPLAY_ROWS: Final = 60
+#: Fields of a request that a replay leads to; a summary drops some of them once it has ended.
+DURABLE: Final = frozenset(it.name for it in fields(RequestRecord))
+OF_LIVE: Final = frozenset({"ordered", "strikes", "mark", "killed"})
 
 
 @dataclass
@@ -85,6 +94,7 @@ class Checker(trio.abc.Instrument):
         self._last_seen = -1
         self._turns_seen: dict[int, tuple[RequestFacts, bool]] = {}  # by arrival: live requests, and whether held
         self._rounds = 0
+        self._replayed = 0  # rows that the disk had seen at the last replay
 
     # ---------------------------------------------------------------- when
 
@@ -121,6 +131,7 @@ class Checker(trio.abc.Instrument):
             for entry in life.entries():
                 self._check_rows(life, entry)
             self._check_drains(life)
+            self._check_durable(life)
             if life.is_between_turns:
                 self._check_turns(life)
         for process in self._cluster.processes():
@@ -146,6 +157,30 @@ class Checker(trio.abc.Instrument):
             if drains != (told is not None and _process_of(told) == _process_of(epoch)):
                 does = "drains" if drains else "takes requests"
                 raise Violation("drains", f"{name} {does} in epoch {epoch}, and was told to drain in {told}")
+
+    def _check_durable(self, life: CoordinatorLife) -> None:
+        """Replay the disk, once in a while."""
+        disk = self._cluster.disk
+        if disk is None or not life.is_between_turns or not life.is_committed:
+            return
+        if disk.rows_seen < self._replayed + REPLAY_ROWS:
+            return
+        self._replayed = disk.rows_seen
+        log = TokenLog(life.token_log.request_indices, life.token_log.arena_tokens, journalled=True)
+        replayed, live = replay(disk.read(), log), life.journal_state
+        for what, after, has in (
+            ("nodes", _nodes_of(replayed), _nodes_of(live)),
+            ("requests", replayed.requests.keys(), live.requests.keys()),
+            ("tokens", log.lengths.tolist(), life.token_log.committed.tolist()),
+        ):
+            if after != has:
+                raise Violation("durable", f"{what} are {has}, and {after} after a replay")
+        for request_index, state in live.requests.items():
+            for name in DURABLE - OF_LIVE if state.ended else DURABLE:
+                after, has = getattr(replayed.requests[request_index], name), getattr(state, name)
+                if after != has and not (name == "ordered" and has.outcome):  # the coordinator's own are not written
+                    found = f"{name} of {state.facts.request_id} is {has}, and {after} after a replay"
+                    raise Violation("durable", found)
 
     def _check_turns(self, life: CoordinatorLife) -> None:
         """Check the ranks of requests that have arrived, in order, where arrivals are all that has changed, whatever
@@ -183,7 +218,7 @@ class Checker(trio.abc.Instrument):
         truth = life.truth_of(entry.request_index)
         if truth is None or not entry.node or not (ledger := life.ledgers[entry.node]).holds(entry.placement):
             return
-        kept = entry.phase is EntryPhase.WAITING
+        kept = not entry.worker
         durable = entry.kept_tokens if kept else life.durable(entry.request_index, entry.placement)
         pool = self._cluster.pools[entry.node]
         if not durable or life.pool_id(entry.node) != pool.id:
@@ -366,6 +401,11 @@ class Checker(trio.abc.Instrument):
         for process in self._cluster.processes():
             if held := [*process.executor.runs, *process.executor.transfers]:
                 raise Violation("I1", f"{process.name} still holds {sorted(held)}")
+
+
+def _nodes_of(state: JournalState) -> tuple[object, ...]:
+    ledgers = {node: list(parts_of(node, ledger)) for node, ledger in state.ledgers.items()}
+    return ledgers, state.pools, state.drains, state.arrivals, state.placements
 
 
 def _check_turn(facts: RequestFacts, present: Iterable[tuple[RequestFacts, bool]]) -> None:

@@ -41,6 +41,7 @@ from basics.processes import Process
 from basics.request_states import POISON_STRIKES
 from coordinator.actor import open_supervisor
 from coordinator.journal.journal import GroupCommit
+from coordinator.journal.state import JournalState
 from coordinator.memory.changes import Change, Reserve
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling.entries import WorkerEntry
@@ -49,6 +50,7 @@ from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.throughput import FloorRoom, HotFloor, Look
 from coordinator.service import Coordinator
+from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.epoch_link import WorkerLink
 from coordinator.workers.worker_epoch import WorkerEpoch
 from coordinator.workers.worker_link import WorkerLinks
@@ -261,6 +263,14 @@ class CoordinatorLife:
 
     def entries(self) -> list[RequestState]:
         return list(self.scheduler._placement_table.entries.values()) if self._scheduler else []
+
+    @property
+    def journal_state(self) -> JournalState:
+        return self.scheduler._journal.state
+
+    @property
+    def token_log(self) -> TokenLog:
+        return self._parts.token_log
 
     def workers(self) -> dict[str, WorkerEntry]:
         return self._scheduler._placement_table.workers if self._scheduler else {}

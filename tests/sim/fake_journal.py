@@ -75,6 +75,15 @@ class FakeDisk:
             self.since_summary += 1
             self._note(record)
 
+    @property
+    def rows_seen(self) -> int:
+        """Number of rows that were ever written."""
+        return self._number
+
+    def read(self) -> list[Record]:
+        """Every row that is left, in order."""
+        return [records.decode(body) for _, body in self.rows.values()]
+
     def _delete(self, numbers: Iterable[int]) -> None:
         for number in list(numbers):
             del self.rows[number]
@@ -142,7 +151,7 @@ class FakeStore:
         return self._disk.since_summary > SUMMARY_RECORDS
 
     async def load(self) -> list[Record]:
-        return [records.decode(body) for _, body in self._disk.rows.values()]
+        return self._disk.read()
 
     async def write(self, group: Sequence[Record]) -> None:
         disk = self._disk

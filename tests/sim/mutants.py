@@ -331,13 +331,14 @@ def evict_a_page_that_is_held() -> Plan:
 def evict_without_a_word_to_the_journal() -> Plan:
     """Only the cache had it."""
 
-    async def handle(self: HostPool[Any, Any], batch: list[Any]) -> None:
+    async def handle(self: HostPool[Any, Any], batch: list[Any]) -> Any:
         append = self._append
         self._append = lambda node, changes, notes: append(
             node, [it for it in changes if not isinstance(it, Evict)], notes
         )
-        await handle_all(self, batch)
+        applied = await handle_all(self, batch)
         self._append = append
+        return applied
 
     handle_all = HostPool.handle
     yield HostPool, "handle", handle

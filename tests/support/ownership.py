@@ -4,7 +4,8 @@
     Scheduler              placement table, RequestState.*, request table     its own task
     Request                RequestState: life cycle, history                  its steps, in the Scheduler's task
     HostPool               Ledger                                             its steps, in the Scheduler's task
-    Journal                JournalState                                       `append`, `open_pool`, in any task
+    Journal                JournalState; of live requests `JOURNALLED`        `append`, `accept`, `open_pool`, in any
+                                                                              task
 
 A state that has changed in another one's step is a violation. So is one of the journal's that has changed outside
 its calls. Only one task runs at a time, so a step is to blame for what differs after it.
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -33,6 +34,8 @@ from coordinator.scheduling.poison import PoisonDetector
 from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.scheduler import Scheduler
+
+Step: TypeAlias = Callable[[Actor[Any], list[Any]], Sequence[object]]
 
 #: Objects that are part of a state; of others (ports, actors, settings) only which one it is.
 STATES: Final = (
@@ -59,12 +62,19 @@ STEPPED: Final = frozenset(
     {"state", "keep", "is_staged", "staging", "parked", "resize", "outcome", "verdict", "tail_text"}
     | {"retractions", "admissions", "prefix_tokens", "cause", "reason", "lines", "lines_dropped"}
 )
-PLACED: Final = frozenset(it.name for it in fields(RequestState)) - STEPPED - LEFT_OUT - {"kept_tokens"}
+JOURNALLED: Final = frozenset({"placed", "on_worker", "killed", "ended"})
+PLACED: Final = frozenset(it.name for it in fields(RequestState)) - STEPPED - LEFT_OUT - JOURNALLED - {"kept_tokens"}
 
 
 def image_of_request(request: RequestState, names: frozenset[str] = STEPPED | PLACED | {"kept_tokens"}) -> Any:
     """Return the fields `names` of a request, as values that compare."""
     return tuple((name, image_of(getattr(request, name))) for name in sorted(names))
+
+
+def image_of_journal(state: JournalState) -> Any:
+    """Return what the journal says, without what the owners of live requests and of ledgers write."""
+    live = [it for it in state.requests.values() if isinstance(it, RequestState)]
+    return image_of(state, foreign=(Ledger, RequestState)), [image_of_request(it, JOURNALLED) for it in live]
 
 
 def image_of(value: object, *, foreign: tuple[type, ...] = (), _seen: set[int] | None = None) -> Any:
@@ -120,9 +130,10 @@ class Ownership(trio.abc.Instrument):
         table, requests, journal_state = scheduler._placement_table, scheduler._requests, journal.state
         self._watch(scheduler.name, "placement table", table, lambda: image_of(table))
         self._watch(scheduler.name, "request table", requests, lambda: image_of(requests, foreign=(RequestState,)))
-        self._watch("", "journal state", journal_state, lambda: image_of(journal_state, foreign=(Ledger,)))
+        self._watch("", "journal state", journal_state, lambda: image_of_journal(journal_state))
         self._journal_state = self.watched[id(journal_state)]
         journal.append = self._within(journal.append)  # type: ignore[method-assign]
+        journal.accept = self._within(journal.accept)  # type: ignore[method-assign]
         journal.open_pool = self._within(journal.open_pool)  # type: ignore[method-assign]
 
     def changes(self) -> dict[str, int]:
@@ -138,12 +149,12 @@ class Ownership(trio.abc.Instrument):
         except Exception as error:  # an instrument that raises is dropped without a word
             self.violations.append((repr(error), task.name))
 
-    def within_step(self, step: Callable[[Actor[Any]], Sequence[object]]) -> Callable[[Actor[Any]], Sequence[object]]:
+    def within_step(self, step: Step) -> Step:
         """`Actor._step`, of an actor that the Scheduler steps."""
 
-        def checked(actor: Actor[Any]) -> Sequence[object]:
+        def checked(actor: Actor[Any], batch: list[Any]) -> Sequence[object]:
             self._look(self._scheduler.name)
-            returned = step(actor)
+            returned = step(actor, batch)
             self._look(actor.name)
             return returned
 

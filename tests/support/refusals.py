@@ -37,7 +37,10 @@ FILES: Final = (
         for name in (
             "gateway/gateway",
             "gateway/connections",
-            *(f"scheduling/{it}" for it in ("api", "commands", "submission", "validation", "worker_registry")),
+            *(
+                f"scheduling/{it}"
+                for it in ("api", "commands", "request_state", "submission", "validation", "worker_registry")
+            ),
         )
     ),
 )

@@ -19,13 +19,13 @@ from protocol.messages import EOS_IDS_MAX, ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.small_files import read_json_object
 from protocol.tokenizer_files import TokenizerFile
+from worker.weights.config_fields import FAMILIES, SHARING, check_fields, unserved
 from worker.weights.dimensions import VOCAB_MAX, check_dimensions
-from worker.weights.layout import require_draft_layer
+from worker.weights.layout import BYTES, require_draft_layer
 from worker.weights.quantization import read_quantization
 from worker.weights.safetensors_header import FIELD
 from worker.weights.shards import Shards
 
-FAMILIES: Final = ("deepseek_v32", "glm_moe_dsa")
 #: Files of a checkpoint that are read: configurations, weights, tokenizers, chat templates.
 READ_SUFFIXES: Final = (".json", ".safetensors", ".jinja", ".model", ".txt")
 #: Fields of config.json that sizes follow from.
@@ -33,8 +33,6 @@ DIMENSIONS: Final = (
     *("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "index_topk"),
     *("max_position_embeddings", "vocab_size"),
 )
-#: Fields that the model library makes `indexer_types` of.
-SHARING_FIELDS: Final = frozenset({"index_topk_pattern", "index_topk_freq"})
 #: Bytes hashed at both ends of each weights file: its header, and enough values to tell two seeds apart.
 FINGERPRINT_BYTES: Final = 64 * 1024
 #: Of the model library's words in an error.
@@ -51,9 +49,8 @@ def read_config(path: str | Path, *, with_weights: bool = True) -> dict[str, Any
     if not os.path.lexists(file):
         raise _refusal("no readable checkpoint: it has no config.json", path, "pass a directory with config.json")
     config = read_json_object(file, FIELD)
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise _refusal(f"model_type {family} is not served", path, f"use one of {', '.join(FAMILIES)}")
+    if reason := unserved(config):
+        raise _refusal(reason, path, f"use one of {', '.join(FAMILIES)}")
     read_quantization(config, file)
     _check_values(config, file, FIELD)
     _eos_token_ids(path, config.get("eos_token_id"), config.get("vocab_size") or VOCAB_MAX)
@@ -69,11 +66,11 @@ def read_dimensions(path: str | Path) -> Any:
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     config = read_json_object(file, "config")
-    if config.get("model_type") not in FAMILIES:
-        raise _unfit(f"model_type {config.get('model_type')} is not served", path, f"use one of {', '.join(FAMILIES)}")
+    if reason := unserved(config):
+        raise _unfit(reason, path, f"use one of {', '.join(FAMILIES)}")
     _check_values(config, file, "config")
-    if SHARING_FIELDS & config.keys() and not config.get("indexer_types"):
-        return _read_by_library(file)
+    if FAMILIES[config["model_type"]].read & SHARING & config.keys() and not config.get("indexer_types"):
+        return read_by_library(file)
     missing = [name for name in DIMENSIONS if not isinstance(config.get(name), int)]
     if missing:
         raise _unfit(f"has no {', no '.join(missing)}", path, "pass the config.json of the whole model")
@@ -87,9 +84,13 @@ def kv_kind(dimensions: Any, settings: WorkerSettings) -> str:
 
 
 def stored_dtype(dimensions: Any) -> str:
-    """The dtype of the weights that are not quantized: `bfloat16`, `float32`."""
+    """The dtype of the weights that are not quantized: `bfloat16`, `float32`. Raises ConfigError for another."""
     stored = getattr(dimensions, "dtype", None) or getattr(dimensions, "torch_dtype", None) or "float32"
-    return str(stored).removeprefix("torch.")
+    name = str(stored).removeprefix("torch.")
+    if name not in BYTES:
+        remedy = f"set it to one of {', '.join(BYTES)}: weights are converted when they are read"
+        raise ConfigError("no model is computed in it", field="config.json dtype", value=name, remedy=remedy)
+    return name
 
 
 def anonymous_info(config: Any, name: str) -> ModelInfo:
@@ -185,6 +186,7 @@ def weights_digest(path: str | Path) -> str:
 
 def _check_values(config: dict[str, Any], file: Path, field: str) -> None:
     check_dimensions(config, str(file), field)
+    check_fields(config, str(file), field)
     for name in ("dtype", "torch_dtype"):
         if not isinstance(config.get(name), str | None):
             raise ConfigError(f"{name} is no text", field=field, value=file, remedy="correct the file")
@@ -222,12 +224,13 @@ def library_refusals(path: str | Path, field: str) -> Iterator[None]:
         ) from error
 
 
-def _read_by_library(file: Path) -> Any:
+def read_by_library(file: Path) -> Any:
+    """The model library's config object of a config.json, or of a directory with one. Raises ConfigError."""
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
         raise _unfit(
-            f"which layers share a selection is worked out by the package {error.name}",
+            f"what config.json leaves to the model library needs the package {error.name}",
             file,
             "pip install 'hisparse[worker]'",
         ) from error

@@ -161,6 +161,14 @@ def has_experts(config: Any, layer: int) -> bool:
     return bool(kinds[layer] == "sparse") if kinds else layer >= getattr(config, "first_k_dense_replace", 0)
 
 
+def has_float32_routers(config: Any) -> bool:
+    """Return whether weights of routers are held in float32, whatever they are stored in (`moe_router_dtype`).
+
+    Products of a router are float32 in any case: of bfloat16 by bfloat16 they are exact.
+    """
+    return str(getattr(config, "moe_router_dtype", None)) == "float32"
+
+
 def has_indexer(config: Any, layer: int) -> bool:
     """Whether `layer` selects for itself and has an indexer's weights, as the draft layer does."""
     kinds = getattr(config, "indexer_types", None)
@@ -180,8 +188,9 @@ def weights_bytes(
 
     `block`: the repository's blocks, None where it is not quantized. On a GPU converted weights stay FP8; on a CPU they
     are decoded at load. The two halves of kv_b_proj are held in `dtype`, on a CPU beside the weight itself. `experts`:
-    the share of a rank, by default all. `draft_layer`: with the draft layer's. Weights of routers count in `dtype`, as
-    they are published; of a repository with float32 ones a worker may hold these (model.py: `keeps_exact`).
+    the share of a rank, by default all. `draft_layer`: with the draft layer's. Weights of routers count in float32 if
+    `moe_router_dtype` says so, else in `dtype`; of a repository that stores float32 without that field a worker may
+    hold float32 ones too (model.py: `keeps_exact`).
     """
     held = {"float8_e4m3fn": 0, dtype: 0, "float32": 0}
     for it in tensors_of(config, experts, draft_layer=draft_layer):
@@ -283,7 +292,9 @@ def _layer(config: Any, number: int, experts: ExpertShare) -> Iterator[TensorSpe
     if not has_experts(config, number):
         yield from _mlp(f"{prefix}.mlp", hidden, config.intermediate_size)
         return
-    yield TensorSpec(f"{prefix}.mlp.gate.weight", (config.n_routed_experts, hidden))
+    yield TensorSpec(
+        f"{prefix}.mlp.gate.weight", (config.n_routed_experts, hidden), keeps_float32=has_float32_routers(config)
+    )
     yield TensorSpec(f"{prefix}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), keeps_float32=True)
     shared = config.moe_intermediate_size * config.n_shared_experts
     yield from _mlp(f"{prefix}.mlp.shared_experts", hidden, shared)

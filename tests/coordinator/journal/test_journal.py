@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import astuple
 
 import pytest
 import trio
@@ -22,12 +23,21 @@ from coordinator.journal.journal import (
     NoJournal,
     check_writes,
 )
-from coordinator.journal.records import RequestOrdered, TokensAppended
-from coordinator.journal.state import JournalState, replay
+from coordinator.journal.records import (
+    RequestEnded,
+    RequestOrdered,
+    RequestPlaced,
+    RequestsForgotten,
+    TokensAppended,
+    WorkerJoined,
+)
+from coordinator.journal.state import JournalState, RequestRecord, replay
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
+from protocol.arrays import pack_int32
 from protocol.errors import InternalError, Unavailable
 from tests.support.facts import make_accepted
+from tests.support.fakes.fake_cluster import MODEL, capacity
 from tests.support.fakes.journal import FakeStore
 from tests.support.progress import RequestEntry, progress
 
@@ -168,7 +178,10 @@ async def test_turn_during_a_summary_is_not_held_together(autojump_clock: trio.t
         desk.journal.hold()
         await desk.journal.append([order(2)]).wait()
     log = TokenLog(4, 1 << 12, journalled=True)
-    assert replay(desk.store.records, log).requests == desk.state.requests
+    replayed = replay(desk.store.records, log).requests
+    assert {index: astuple(it) for index, it in replayed.items()} == {
+        index: astuple(it) for index, it in desk.state.requests.items()
+    }
 
 
 async def test_single_record_is_written_without_delay(autojump_clock: trio.testing.MockClock) -> None:
@@ -330,6 +343,22 @@ async def test_unawaited_records_are_bounded() -> None:
     desk.journal.append([order(1)] * PENDING_MAX)
     with pytest.raises(InternalError, match="PENDING_MAX"):
         desk.journal.append([order(1)])
+
+
+async def test_without_a_journal_the_state_is_noted() -> None:
+    """Of requests all, and of nodes what does not grow with each epoch."""
+    journal, accepted = NoJournal(), make_accepted(0, b"1234")
+    live = RequestRecord(accepted.facts, accepted.prompt)
+    assert journal.accept(accepted, live).done
+    journal.append_changes("n0", (), [RequestPlaced(0, 5, "n0", "w0", 1, 0)])
+    journal.append([order(3), WorkerJoined("n0", "w0", 1, capacity(), MODEL)])
+    assert journal.state.requests == {0: live}
+    assert (live.on_worker, live.placed.placement if live.placed else 0, live.ordered) == (True, 5, order(3))
+    assert not journal.state.workers
+    journal.append([RequestEnded(0, "FINISHED", "", 0, "", 0.0)])
+    assert (live.ended is not None, live.prompt) == (True, b"1234"), "its owner lets go of it"
+    journal.append([RequestsForgotten(pack_int32([0]), 1)])
+    assert not journal.state.requests
 
 
 async def test_without_a_journal_everything_counts_as_durable() -> None:

@@ -53,6 +53,7 @@ from coordinator.memory.ledger import Ledger
 from coordinator.tokens.token_log import TokenLog
 from protocol.errors import CapacityError
 from protocol.logprobs import row_words
+from protocol.messages import NO_TOKEN
 from protocol.sizing import Memory
 from tests.support.facts import make_accepted
 from tests.support.fakes.fake_cluster import MODEL, capacity
@@ -78,7 +79,7 @@ def picture_of(state: JournalState, log: TokenLog) -> Picture:
         for request_index, it in state.requests.items()
     }
     requests = {
-        request_index: (it.facts, it.prompt, it.placed, it.on_worker, it.kept_tokens, it.ended)
+        request_index: (it.facts, it.prompt, it.placed, it.on_worker, it.kept_tokens, it.first_token, it.ended)
         for request_index, it in state.requests.items()
     }
     live = {request_index: it for request_index, it in state.requests.items() if it.ended is None}
@@ -285,7 +286,7 @@ class JournalMachine(RuleBasedStateMachine):
         kept = kept // 64 * 64 if full_pages else kept
         change: Change = Keep(placed.placement, -(-kept // 64)) if kept else Release(placed.placement)
         self.log.end_placement(request_index)
-        self.change(change, RequestDeparted(request_index, kept))
+        self.change(change, RequestDeparted(request_index, kept, kept if kept else NO_TOKEN))
 
     @rule(pick=st.integers(0), held=st.booleans(), outcome=st.sampled_from(["", "ABORTED"]))
     def order(self, pick: int, held: bool, outcome: str) -> None:
@@ -318,6 +319,7 @@ class JournalMachine(RuleBasedStateMachine):
             if record.placed is not None:
                 self.change(Release(record.placed.placement), RequestDeparted(request_index, 0))
             self.write(RequestEnded(request_index, "FINISHED", "eos", self.log.length(request_index), "tail", 2.5))
+            record.prompt = b""  # as its owner does
 
     @rule(pick=st.integers(0))
     def forget(self, pick: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from basics.request_states import State
 from coordinator.journal import records as journal
 from coordinator.memory.changes import Keep, Release, apply
 from coordinator.memory.ledger import Ledger
@@ -21,7 +22,7 @@ from coordinator.scheduling.events import (
     WorkerLost,
 )
 from coordinator.scheduling.policy import STRANDED_LIMIT_S
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from tests.support.facts import add_request
 from tests.support.fakes.fake_cluster import MODEL, FakePort, capacity
 
@@ -38,6 +39,7 @@ class Desk:
         self.settle()
         for stage in (Stage.STAGED, Stage.STARTED):
             self.hear(self.dispatch.progressed(PlacementProgressed(7, self.entry.placement, stage)))
+        self.entry.state = State.RUNNING
 
     def settle(self) -> list[object]:
         self.dispatch.dirty = True
@@ -54,8 +56,9 @@ class Desk:
         self.ledger.check_invariants()
         return heard
 
-    def depart(self, durable_tokens: int, *, final: bool = False) -> Effects:
-        return self.hear(self.dispatch.departed(PlacementEnded(7, self.entry.placement, durable_tokens, final), 40))
+    def depart(self, durable_tokens: int, state: State = State.RETRACTED) -> Effects:
+        self.entry.state = state
+        return self.hear(self.dispatch.departed(PlacementEnded(7, self.entry.placement, durable_tokens), 40))
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def test_durable_rows_are_kept(desk: Desk) -> None:
     """SGLang #40729, #33385: a retraction keeps what has reached the host, and coming back starts there."""
     placement = desk.entry.placement
     assert steps(desk.depart(130)) == [Keep(placement, 3)]
-    assert (desk.entry.phase, desk.entry.pages, desk.entry.generated) == (EntryPhase.WAITING, 3, 40)
+    assert (desk.entry.waits, desk.entry.pages, desk.entry.generated) == (True, 3, 40)
     (again,) = desk.settle()
     assert isinstance(again, AdmitDecision)
     assert (again.take_over, again.durable_tokens, again.resumed_tokens) == (placement, 130, 130)
@@ -117,7 +120,7 @@ def test_ended_request_of_a_lost_worker_is_not_placed_again(desk: Desk) -> None:
     desk.depart(130)
     desk.hear(desk.dispatch.worker_up(WorkerEntry("w0", "n0", 2, capacity(), MODEL, FakePort())))
     assert desk.settle() == []
-    assert (desk.entry.phase, desk.ledger.pages_free) == (EntryPhase.CLOSING, 32)
+    assert (desk.entry.worker, desk.entry.waits, desk.ledger.pages_free) == ("", False, 32)
     desk.dispatch.closed(7)
     assert not desk.dispatch.placement_table.entries
 
@@ -136,7 +139,7 @@ def test_operator_drop_holds_after_late_departure(desk: Desk) -> None:
 
 def test_ended_request_is_not_placed_again(desk: Desk) -> None:
     """I5: Departed and Closed may come in different turns."""
-    desk.depart(0, final=True)
+    desk.depart(0, State.FINISHED)
     assert desk.settle() == []
     desk.dispatch.closed(7)
     assert desk.dispatch.placement_table.entries == {}
@@ -148,11 +151,11 @@ def test_events_of_a_departed_placement_change_nothing(desk: Desk, departed: boo
     desk.depart(130)
     if not departed:
         desk.settle()
-    before = (desk.entry.phase, desk.entry.memory, desk.ledger.pages_free)
+    before = (desk.entry.worker, desk.entry.leaving, desk.entry.memory, desk.ledger.pages_free)
     for stage in Stage:
         assert desk.dispatch.progressed(PlacementProgressed(7, old, stage)) == NOTHING
-    assert desk.dispatch.departed(PlacementEnded(7, old, 0, False), 40) == NOTHING
-    assert (desk.entry.phase, desk.entry.memory, desk.ledger.pages_free) == before
+    assert desk.dispatch.departed(PlacementEnded(7, old, 0), 40) == NOTHING
+    assert (desk.entry.worker, desk.entry.leaving, desk.entry.memory, desk.ledger.pages_free) == before
 
 
 def test_abort_of_a_waiting_request_frees_kept_pages(desk: Desk) -> None:

@@ -13,12 +13,13 @@ from coordinator.scheduling.decisions import Cause
 from coordinator.scheduling.entries import WorkerDrain
 from coordinator.scheduling.events import LinkStats
 from coordinator.scheduling.hot_sizing import HotSizing
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from coordinator.scheduling.throughput import REACTION_LOOKS_MAX, FloorRoom, HotFloor, Look, StepModel
 from protocol.messages import GroupMember
 from protocol.sizing import RESIDENT
 from tests.coordinator.scheduling.test_policy import LONG, full_cluster, is_running, pause, run_until, running
 from tests.support.fakes.fake_cluster import FakeCluster
+from tests.support.history import in_turn
 
 SELECTED = 2048
 STEPS = 200
@@ -51,7 +52,7 @@ class Bench:
 
     def look(self) -> float:
         """STEPS steps; then the coordinator looks and acts. Tokens a second while they ran."""
-        entries = [it for it in map(self.fake.entry, running(self.fake)) if it.phase is EntryPhase.RUNNING]
+        entries = [it for it in map(self.fake.entry, running(self.fake)) if it.runs]
         managed = [it for it in entries if it.hot.hot_slots != RESIDENT]
         for it in entries:
             self._swap(it, self.share if it in managed else 0.0)
@@ -286,7 +287,7 @@ class GroupBench:
     def look(self) -> float:
         """STEPS steps; then the coordinator looks and acts. Tokens a second of the group while they ran."""
         table = self.fake.dispatch.placement_table
-        held = [[it for it in table.on(rank.name) if it.phase is EntryPhase.RUNNING] for rank in self.ranks]
+        held = [[it for it in table.on(rank.name) if it.runs] for rank in self.ranks]
         managed = [sum(it.hot.hot_slots != RESIDENT for it in entries) for entries in held]
         step_us = self.step_us(max(map(len, held)), max(managed))
         for rank, entries in enumerate(held):
@@ -315,7 +316,7 @@ class GroupBench:
         return 1e6 * RANKS * max(resident, full)
 
 
-@pytest.mark.parametrize("worse", [1.0, 2.0])
+@pytest.mark.parametrize("worse", [in_turn((1.0, 2.0))])
 def test_ranks_of_a_group_have_one_floor(worse: float) -> None:
     """Also where one rank misses more: each of its rows costs the group what the others hide."""
     bench = GroupBench(share=0.5, worse=worse)

@@ -20,7 +20,6 @@ from coordinator.scheduling.events import (
     Stage,
 )
 from coordinator.scheduling.policy import STRANDED_LIMIT_S
-from coordinator.scheduling.request_state import EntryPhase
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, Exited, Withdraw
 from protocol.sizing import Memory
 from protocol.units import PAGE_TOKENS
@@ -81,7 +80,7 @@ class Desk:
         self.hear(self.dispatch.progressed(PlacementProgressed(SLOT, self.entry.placement, Stage.STAGED)))
 
     def sent(self, durable_tokens: int = PROMPT) -> Effects:
-        event = PlacementEnded(SLOT, self.entry.placement, durable_tokens, False)
+        event = PlacementEnded(SLOT, self.entry.placement, durable_tokens)
         return self.hear(self.dispatch.departed(event, 1 if durable_tokens else 0))
 
     def closed(self, transfer_id: int, durable_tokens: int = PROMPT) -> Effects:
@@ -198,7 +197,7 @@ def test_transfer_that_does_not_arrive_is_given_up(desk: Desk) -> None:
     heard = desk.closed(transfer_id, 0)
     assert changes(heard) == [Release(transfer_id)]
     assert [type(tell.event) for tell in heard.tells] == [RowsGivenUp]
-    assert (desk.entry.phase, desk.entry.pages) == (EntryPhase.WAITING, 0)
+    assert (desk.entry.waits, desk.entry.pages) == (True, 0)
     assert desk.ledgers["b"].pages_free == 64
 
 
@@ -266,7 +265,7 @@ def test_rows_in_a_lost_pool_are_not_handed_over(desk: Desk) -> None:
     heard = desk.hear(desk.dispatch.close_transfer(desk.placement_table.transfers[transfer_id], "gone", is_lost=True))
     assert [type(tell.event) for tell in heard.tells] == [RetractOrder]
     desk.sent()
-    assert (desk.entry.phase, desk.entry.pages, desk.entry.transfer_id) == (EntryPhase.WAITING, 0, 0)
+    assert (desk.entry.waits, desk.entry.pages, desk.entry.transfer_id) == (True, 0, 0)
 
 
 def test_pages_in_transfer_are_not_demoted(desk: Desk) -> None:
@@ -357,7 +356,7 @@ def test_prompt_kept_without_a_decode_worker_begins_anew(desk: Desk) -> None:
     desk.hear(desk.dispatch.revoke(transfer))
     desk.closed(transfer.placement, 0)
     desk.sent()
-    assert (desk.entry.phase, desk.entry.node) == (EntryPhase.WAITING, "a")
+    assert (desk.entry.waits, desk.entry.node) == (True, "a")
     assert desk.entry.kept_tokens
     desk.dispatch.plan(100.0, tick=True)
     assert not any(isinstance(it, DemoteDecision) for it in desk.dispatch.plan(100.0 + STRANDED_LIMIT_S - 1, tick=True))

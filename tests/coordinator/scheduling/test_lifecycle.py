@@ -91,7 +91,7 @@ def test_a_request_runs_to_its_end() -> None:
     history.rows = Rows(7, 106)
     actions = history.tell(*finish(1, 7))
     assert actions[1:] == [
-        PlacementEnded(3, 1, 0, True, cacheable_tokens=106),
+        PlacementEnded(3, 1, 0, cacheable_tokens=106),
         Ending(3, "r", "FINISHED", "eos", 7, "tail"),
     ]
     states = [line.state for line in history.request.history()]
@@ -109,7 +109,7 @@ def test_rows_are_kept_only_if_decode_can_continue(generated: int, durable: int,
     history.run()
     history.rows = Rows(generated, durable)
     assert history.tell(retract(True, False, "GPU pressure")) == [messages.Withdraw(1)]
-    assert history.tell(messages.Released(1, durable)) == [PlacementEnded(3, 1, kept, False, cacheable_tokens=durable)]
+    assert history.tell(messages.Released(1, durable)) == [PlacementEnded(3, 1, kept, cacheable_tokens=durable)]
     assert history.request.state == (State.RETRACTED if kept else State.QUEUED)
     history.tell(admit(2, kept))
     assert history.request.state == (State.READY if kept else State.PREFILLING)
@@ -128,7 +128,7 @@ def test_a_prompt_prefilled_for_another_worker_is_handed_over(generated: int, fi
     assert history.request.state is State.TRANSFERRING
     history.rows = Rows(generated, PROMPT)
     assert history.tell(messages.Released(1, PROMPT, first_token)) == [
-        PlacementEnded(3, 1, kept, False, first_token, cacheable_tokens=PROMPT)
+        PlacementEnded(3, 1, kept, first_token, cacheable_tokens=PROMPT)
     ]
     assert history.request.state == (State.PREFILLED if kept else State.QUEUED)
     assert history.request.retractions == 0
@@ -145,7 +145,7 @@ def test_prompt_lost_with_its_first_token_is_prefilled_again() -> None:
     history = History()
     history.tell(admit(1, prefills_only=True), messages.Staged(1, 1.0, 1.0))
     history.rows = Rows(0, 0)
-    assert history.tell(WorkerLost(1, True, "killed")) == [PlacementEnded(3, 1, 0, False)]
+    assert history.tell(WorkerLost(1, True, "killed")) == [PlacementEnded(3, 1, 0)]
     assert history.request.state is State.QUEUED
 
 
@@ -228,7 +228,7 @@ def test_lost_worker_leaves_durable_rows(proved: bool, durable: int, kept: int, 
     history.run()
     history.rows = Rows(60, durable)
     assert history.tell(WorkerLost(1, proved, "no heartbeat for 5 s")) == [
-        PlacementEnded(3, 1, kept, False, cacheable_tokens=durable if proved else durable // PAGE_TOKENS * PAGE_TOKENS)
+        PlacementEnded(3, 1, kept, cacheable_tokens=durable if proved else durable // PAGE_TOKENS * PAGE_TOKENS)
     ]
     assert history.request.state is state
     assert history.tell(messages.Released(1, 106)) == []

@@ -226,7 +226,8 @@ def test_held_by_an_operator() -> None:
 def test_suspect_waits_for_progress_of_others() -> None:
     fake = cluster()
     running(fake, 100)
-    fake.dispatch.placement_table.poison_detector.recover(fake.entry(0), 2, 1_000)
+    fake.entry(0).strikes, fake.entry(0).mark = 2, 1_000
+    fake.dispatch.placement_table.poison_detector.recover(fake.entry(0))
     fake.submit(7, 100, 60)
     assert explained(fake, 7).kind is PendingKind.SUSPECT
     assert "has a request with which workers died" in explained(fake, 7).text
@@ -235,7 +236,8 @@ def test_suspect_waits_for_progress_of_others() -> None:
 def test_room_on_a_barred_worker_does_not_count() -> None:
     fake = cluster(2, index_pages=4)
     running(fake, 100, max_tokens=60)
-    fake.dispatch.placement_table.poison_detector.recover(fake.entry(0), 2, 1_000)
+    fake.entry(0).strikes, fake.entry(0).mark = 2, 1_000
+    fake.dispatch.placement_table.poison_detector.recover(fake.entry(0))
     fake.submit(1, 128, 60)
     fake.submit(7, 128, 60)
     worker, other = fake.entry(0).worker, "w1" if fake.entry(0).worker == "w0" else "w0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from basics.request_states import State
 from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.placement_table import PlacementTable
 from coordinator.scheduling.preemption import Preemption, find_preemption
@@ -48,7 +49,7 @@ class Stage:
         entry = self.waiting(priority)
         hot_size = HotSize({3: 128, 5: 256}.get(chunks, RESIDENT), chunks)
         self.place(entry, hot_size, pages, worker=worker)
-        self.placement_table.start(entry)
+        entry.state = State.RUNNING
         return entry
 
     def remedy(self, need: Memory, asker: RequestState, free: Memory = NONE_FREE) -> Preemption | None:

@@ -32,7 +32,7 @@ from coordinator.memory.ledger import Freeing, Ledger
 from coordinator.memory.prefix_index import Chain, Digest, PrefixIndex, root_of
 from coordinator.scheduling.events import LedgerStep
 from coordinator.scheduling.prefix_reuse import PrefixReuse
-from coordinator.scheduling.request_state import EntryPhase, RequestState
+from coordinator.scheduling.request_state import RequestState
 from metrics.state import Buckets
 from protocol.errors import HiSparseError
 from protocol.messages import ModelInfo, Sampling, WorkerCapacity
@@ -77,7 +77,7 @@ class Life:
 
 
 class FakeStepper(Actor[None]):
-    """Steps the HostPool where it is called, without a task."""
+    """Stands for the Scheduler, whose task calls the HostPool."""
 
     def __init__(self) -> None:
         super().__init__("stepper", mailbox_max=1, batch_max=1)
@@ -212,7 +212,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.wrong -= given
         for page in given:
             self.rows.pop(page, None)
-        entry.phase, entry.worker, entry.node, entry.placement = EntryPhase.STARTING, worker, NODE, placement
+        entry.worker, entry.node, entry.placement = worker, NODE, placement
         entry.shared_pages = int(share.size)
         self.reuse.use(entry, NODE, int(share.size))
         key = worker, self.epochs[worker]
@@ -433,11 +433,11 @@ TestPrefixMachine = PrefixMachine.TestCase
 _transact_handle = HostPool.handle
 
 
-async def _unjournalled_eviction(self: HostPool[Any, Any], batch: list[Transact[Any, Any]]) -> None:
+async def _unjournalled_eviction(self: HostPool[Any, Any], batch: list[Transact[Any]]) -> Any:
     append = self._append
     self._append = lambda node, changes, notes: append(node, [it for it in changes if not _is_evict(it)], notes)
     try:
-        await _transact_handle(self, batch)
+        return await _transact_handle(self, batch)
     finally:
         self._append = append
 

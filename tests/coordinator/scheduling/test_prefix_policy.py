@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from basics.request_states import POISON_STRIKES, PendingKind
+from basics.request_states import POISON_STRIKES, PendingKind, State
 from coordinator.memory.changes import GIVING, Reserve, apply, pages_taken
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import Chain
@@ -120,11 +120,13 @@ class Planner:
             self.take(
                 self.dispatch.progressed(PlacementProgressed(entry.request_index, entry.placement, stage, took_s))
             )
+        entry.state = State.RUNNING
         self.check()
 
     def leave(self, entry: RequestState, cacheable: int = 0, *, is_suspect: bool = False) -> None:
         self.table.leave(entry, frees_pages=True)
-        ended = PlacementEnded(entry.request_index, entry.placement, 0, True, -1, b"", cacheable, is_suspect)
+        entry.state = State.FAILED if is_suspect else State.FINISHED
+        ended = PlacementEnded(entry.request_index, entry.placement, 0, -1, b"", cacheable, is_suspect)
         self.take(self.dispatch.departed(ended, 0))
         self.check()
 
@@ -183,7 +185,8 @@ def test_request_does_not_wait(why: str) -> None:
         priority=1 if why == "ranked lower" else 0,
     )
     assert planner.admitted()[1].prefix_tokens == 0
-    assert leader.phase.value == "starting"
+    assert leader.worker
+    assert not leader.runs
 
 
 def test_in_mode_all_pages_of_others_are_reused_and_not_waited_for() -> None:
@@ -270,7 +273,7 @@ def test_victims_are_counted_as_a_set() -> None:
     before = ledger.pages_available
     planner.submit(3, "uvwxyz")
     planner.plan()
-    assert all(it.phase.value == "leaving" for it in sharers)
+    assert all(it.leaving for it in sharers)
     for entry in sharers:
         planner.leave(entry, 6 * PAGE_TOKENS)
     assert ledger.pages_available == 12 > before
@@ -353,7 +356,7 @@ def test_transfer_leaves_out_what_its_receiver_has_and_rows_never_travel_back() 
         planner.take(Effects(planner.reuse.keep_prompt(entry, ledger)))
         ledger.release(placement)
         entry.node, entry.placement = "", 0
-        planner.table.close(entry)
+        planner.table.order_end(entry, "ABORTED", "")
         planner.table.remove(entry)
     free = {node: ledger.pages_free for node, ledger in planner.ledgers.items()}
     entry = planner.submit(2, "abcde")
@@ -416,7 +419,7 @@ def test_kept_pages_of_a_distrusted_epoch_do_not_enter_under_the_name_of_the_nex
     index = planner.reuse.by_node["n0"]
     assert poison.is_ending
     assert len(index) == 0
-    lost = PlacementEnded(0, beside.placement, kept_tokens, False, cacheable_tokens=kept_tokens)
+    lost = PlacementEnded(0, beside.placement, kept_tokens, cacheable_tokens=kept_tokens)
     planner.take(planner.dispatch.departed(lost, 1))
     planner.add_worker("w1", "n0")
     assert planner.admitted()[0].take_over is not None

@@ -10,7 +10,7 @@ import pytest
 
 from basics.request_states import State
 from coordinator.journal.records import RequestPlaced
-from coordinator.journal.state import RequestRecord, no_order
+from coordinator.journal.state import RequestRecord
 from coordinator.memory.changes import Shrink, apply
 from coordinator.memory.ledger import Ledger
 from coordinator.scheduling import events
@@ -18,7 +18,7 @@ from coordinator.scheduling.dispatch import Dispatch, Effects
 from coordinator.scheduling.entries import WorkerEntry
 from coordinator.scheduling.events import PlacementAdopted, RetractOrder, WorkerLost
 from coordinator.scheduling.reconciliation import adopt
-from coordinator.scheduling.request_state import EntryPhase, RequestState, Rows
+from coordinator.scheduling.request_state import RequestState, Rows
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow
 from protocol.messages import Grant, Resize, Resized, Staged, Withdraw
@@ -45,10 +45,11 @@ class Desk:
         placement_table = self.dispatch.placement_table
         placement_table.go_on_from(arrivals=1, placements=1)
         placement_table.add_worker(self.worker)
-        record = RequestRecord(make_facts(7, 100, 300), b"", no_order(7))
+        record = RequestRecord(make_facts(7, 100, 300))
         self.entry: RequestState = placement_table.recover(record, 30, 0.0)
         placed = RequestPlaced(7, 1, "n0", "w0", 1, 0)
         placement_table.recover_placed(self.entry, placed, memory, self.worker)
+        self.entry.recover_placed(0.0, staged=False)
         placement_table.check_invariants(lambda _: self.ledger)
 
     def adopt(self, *held: InventoryRow) -> Effects:
@@ -56,6 +57,8 @@ class Desk:
         for step in heard.steps:
             apply(self.ledger, step.change)
         self.ledger.check_invariants()
+        for tell in heard.tells:
+            self.entry.handle(tell.event, Rows(30, 100), 1.0)
         self.dispatch.placement_table.check_invariants(lambda _: self.ledger)
         return heard
 
@@ -82,14 +85,14 @@ def test_awaited_worker_is_given_nothing() -> None:
 def test_staged_prompt_holds_what_it_was_given() -> None:
     desk = Desk()
     assert desk.adopted(held()) == PlacementAdopted(1, True, True, False, None, None)
-    assert (desk.entry.phase, desk.dispatch.placement_table.computing) == (EntryPhase.RUNNING, {})
+    assert (desk.entry.runs, desk.dispatch.placement_table.computing) == (True, {})
     assert desk.ledger.held(1) == Memory(PAGES, PAGES, PAGES, 1)
 
 
 def test_prompt_in_prefill_continues() -> None:
     desk = Desk()
     assert desk.adopted(held(is_staged=False, is_started=False)) == PlacementAdopted(1, False, False, False, None, None)
-    assert (desk.entry.phase, desk.dispatch.placement_table.computing) == (EntryPhase.STARTING, {7: desk.entry})
+    assert (desk.entry.runs, desk.dispatch.placement_table.computing) == (False, {7: desk.entry})
 
 
 def test_lost_grant_is_resent_with_the_same_pages() -> None:
@@ -154,7 +157,7 @@ def test_missing_placement_has_departed() -> None:
     desk = Desk()
     (tell,) = desk.adopt().tells
     assert tell.event == WorkerLost(1, True, "w0 has it no more")
-    assert desk.entry.phase is EntryPhase.LEAVING
+    assert desk.entry.leaving
 
 
 def test_unacknowledged_release_is_accepted_again() -> None:

@@ -215,20 +215,22 @@ async def test_grammar_is_kept_until_its_request_ends(autojump_clock: trio.testi
         groups = life.store.groups
     async with Life.over(groups) as life:
         record, live = life.scheduler._journal.state.requests[index], life.scheduler._requests.live["held"]
-        assert record.grammar == live.grammar == live.sampling.grammar == grammar
+        assert record is live
+        assert live.grammar == live.sampling.grammar == grammar
         link = await life.add_worker("w1")
         await life.settle()
         asked = [it.sampling for it in link.downlink if isinstance(it, messages.Admit) and it.request_id == "held"]
         assert asked == [held_to(grammar).sampling]
         await run_until(life, "held", "FINISHED")
-        ended = life.scheduler._requests.ended["held"].live
-        record = life.scheduler._journal.state.requests[index]
-        assert (ended.grammar, record.grammar) == ("", "")
-        assert not [it for it in (ended.facts, record.facts) if grammar in str(it)]
+        ended = life.scheduler._requests.ended["held"]
+        assert life.scheduler._journal.state.requests[index] is ended
+        assert ended.grammar == ""
+        assert grammar not in str(ended.facts)
         groups = life.store.groups
     async with Life.over(groups) as life:
-        record, ended = life.scheduler._journal.state.requests[index], life.scheduler._requests.ended["held"].live
-        assert (ended.grammar, record.grammar) == ("", "")
+        ended = life.scheduler._requests.ended["held"]
+        assert life.scheduler._journal.state.requests[index] is ended
+        assert ended.grammar == ""
         assert life.scheduler.describe("held")[1][0].reason == "by me, output held to a JSON schema (34 characters)"
         assert (await life.scheduler.submit(held_to(grammar), "me")).request_index == index
         for other in ("", grammar.replace("object", "array")):
@@ -589,9 +591,9 @@ async def test_unwritten_poison_verdict_is_given_again(autojump_clock: trio.test
         link = await life.add_worker("w0")
         await life.submit("poison!", max_tokens=200)
         await life.settle()
-        life.scheduler._placement_table.poison_detector.recover(
-            life.scheduler._placement_table.entries[0], POISON_STRIKES - 1, 200
-        )
+        entry = life.scheduler._placement_table.entries[0]
+        entry.strikes, entry.mark = POISON_STRIKES - 1, 200
+        life.scheduler._placement_table.poison_detector.recover(entry)
         life.scheduler.worker_down("w0", link.worker.epoch, True, died=True)
         await life.settle()
         records = [record for group in life.store.groups for record in group]

@@ -12,8 +12,13 @@ import trio
 from trio.testing import MockClock
 
 from basics.request_states import POISON_STRIKES, TERMINAL
+from coordinator.scheduling import request_table
 from coordinator.scheduling.api import FLOOD_MARGIN
+from coordinator.scheduling.dispatch import Dispatch
+from coordinator.scheduling.request_state import RequestState
+from coordinator.scheduling.request_table import RequestTable
 from coordinator.scheduling.scheduler import DEADLINE_MAX_S, GRANTED_ALL
+from coordinator.tokens.token_log import TokenLog
 from protocol import messages
 from protocol.arrays import pack_int32, pack_int64
 from protocol.errors import (
@@ -27,6 +32,7 @@ from protocol.errors import (
     WrongState,
 )
 from protocol.settings import CoordinatorSettings
+from tests.support.facts import make_facts
 from tests.support.scheduler_rig import SETTINGS, SchedulerRig, open_rig
 
 STATES = ["QUEUED", "PREFILLING", "READY", "RUNNING", "RETRACTING", "RETRACTED"]
@@ -166,7 +172,7 @@ async def test_last_topk_waits_with_its_rows(autojump_clock: MockClock, keep: bo
         for _ in range(2):
             await rig.scheduler.retract(("r!",), "test", keep=keep, hold=True)
             await rig.run_until("r!", "RETRACTED")
-            assert rig.scheduler._warm_starts.kept_bytes == (2 if keep else 0)
+            assert rig.scheduler._requests.warm_start_bytes == (2 if keep else 0)
             await rig.scheduler.resume(("r!",), "test")
             await rig.run_until("r!", "RUNNING")
             (run,) = link.worker.runs.values()
@@ -176,7 +182,23 @@ async def test_last_topk_waits_with_its_rows(autojump_clock: MockClock, keep: bo
         await rig.scheduler.abort(("r!",), "test")
         await rig.run_until("r!", "ABORTED")
         await rig.settle()
-        assert rig.scheduler._warm_starts.kept_bytes == 0
+        assert rig.scheduler._requests.warm_start_bytes == 0
+
+
+def test_warm_starts_of_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8: past the bound what comes is not kept, and its request starts cold."""
+    monkeypatch.setattr(request_table, "WARM_STARTS_BYTES_MAX", 100)
+    table = RequestTable(TokenLog(4, 1 << 12), SETTINGS, 0.0, Dispatch({}, 96))
+    lives = [RequestState(make_facts(index, 10)) for index in range(4)]
+    for live in lives:
+        table.keep_warm_start(live, bytes(40))
+    assert [len(live.warm_start) for live in lives] == [40, 40, 0, 0]
+    table.keep_warm_start(lives[0], b"a")
+    table.keep_warm_start(lives[2], bytes(59))
+    assert [len(live.warm_start) for live in lives] == [1, 40, 59, 0]
+    for live in lives:
+        table.keep_warm_start(live, b"")
+    assert table.warm_start_bytes == 0
 
 
 @pytest.mark.refuses("{} may not fit {} hot chunks", "name 1 to {} requests")

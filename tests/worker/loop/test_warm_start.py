@@ -15,8 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling import warm_start
-from coordinator.scheduling.warm_start import WarmStarts
 from kernels.integrity import check_state
 from kernels.layout import Geometry
 from kernels.seat import hold_tokens, latest_tokens
@@ -407,19 +405,6 @@ def test_hints_per_report_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     while (report := box.take(0, 0.0)) is not None:
         sizes.append(len(report.events))
     assert sizes == [2, 2]
-
-
-def test_hints_of_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I8: past the bound what comes is not kept, and its request starts cold."""
-    monkeypatch.setattr(warm_start, "KEPT_BYTES_MAX", 100)
-    kept = WarmStarts()
-    for slot in range(4):
-        kept.keep(slot, bytes([slot]) * 40)
-        kept.check_invariants()
-    assert [len(kept.take(slot)) for slot in range(4)] == [40, 40, 0, 0]
-    kept.keep(1, b"a")
-    kept.keep(1, b"bc")
-    assert (kept.take(1), kept.take(1), kept.kept_bytes) == (b"bc", b"", 0)
 
 
 def test_oversized_hint_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
