@@ -48,6 +48,7 @@ from hisparse.cluster.leftovers import check_leftovers, left_text
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.cluster.sockets import remove_dead_sockets
 from hisparse.cluster.starting import started
+from hisparse.cluster.weights import WeightKeepers
 from hisparse.http.server.api_keys import read_keys
 from hisparse.http.server.tls import tls_of
 from protocol.byte_sizes import AUTO
@@ -90,10 +91,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.pool_hold = PoolHold(self.pool)
+        self.keepers = WeightKeepers(_report)
 
     @property
     def children(self) -> tuple[Child, ...]:
-        return tuple(self.by_name.values())
+        """All of them, those that keep weights too."""
+        return (*self.by_name.values(), *self.keepers.children.values())
 
     @property
     def by_name(self) -> Mapping[str, Child]:
@@ -108,6 +111,7 @@ class Cluster:
 
     def start_worker(self, settings: WorkerSettings) -> None:
         own = msgspec.structs.replace(self.config, worker=settings)
+        self.keepers.keep(own, self.log_dir)
         self.workers[settings.name] = start_child("worker", own, self.log_dir)
 
     def add_http(self) -> None:
@@ -154,6 +158,7 @@ class Cluster:
             "worker_endpoint": settings.worker_endpoint,
             "coordinator": {"pid": self.coordinator.pid},
             "workers": [{"name": name, "pid": child.pid} for name, child in self.workers.items()],
+            "keepers": [{"worker": name, "pid": child.pid} for name, child in self.keepers.children.items()],
             "groups": [{"name": group, "workers": ranks} for group, ranks in self.groups.items()],
             "pool": str(self.pool),
             "metrics": self.metrics,

@@ -39,8 +39,9 @@ FINGERPRINT_BYTES: Final = 64 * 1024
 ERROR_CHARS_MAX: Final = 300
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint that can be served. Raises ConfigError."""
+def read_config(path: str | Path, *, with_weights: bool = True) -> dict[str, Any]:
+    """config.json of a checkpoint that can be served. Raises ConfigError, for its files of weights too unless they are
+    read later or not at all (`with_weights`)."""
     if not str(path):
         raise _refusal("no checkpoint is named", path, "pass its directory, as in --model PATH")
     _check_permissions(Path(path))
@@ -53,7 +54,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     read_quantization(config, file)
     _check_values(config, file, FIELD)
     _eos_token_ids(path, config.get("eos_token_id"), config.get("vocab_size") or VOCAB_MAX)
-    Shards.open(path).close()
+    if with_weights:
+        Shards.open(path).close()
     return config
 
 
@@ -163,6 +165,22 @@ def fingerprint(path: str | Path) -> str:
             digest.update(data.read(FINGERPRINT_BYTES))
             data.seek(max(0, size - FINGERPRINT_BYTES))
             digest.update(data.read())
+    return digest.hexdigest()
+
+
+def weights_digest(path: str | Path) -> str:
+    """Digest of the bytes that weights are made of: `fingerprint`, and of each file the file system's own account.
+
+    A file whose bytes change has another time of change, which no program can set back: what is mapped by this digest
+    is never older than its files. One that is copied or touched is loaded once more.
+    """
+    digest = hashlib.blake2b(fingerprint(path).encode(), digest_size=16)
+    for file in sorted(Path(path).iterdir()):
+        if file.suffix not in (".json", ".safetensors"):
+            continue
+        status = file.stat()
+        about = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        digest.update(f"{file.name} {about}".encode())
     return digest.hexdigest()
 
 
