@@ -55,7 +55,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"streams", "group"},
         {"runners"},
         {"transfer"},
-        {"loop"},
+        {"loop", "standby"},
         {"process"},
     ],
     "hisparse": [
