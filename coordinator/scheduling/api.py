@@ -54,6 +54,7 @@ Message: TypeAlias = (
     | events.ReleaseAsk
     | events.DropPrefixesAsk
     | events.ForgetWorkersAsk
+    | events.StandbysAsk
     | events.StopAsk
     | events.WorkerUp
     | events.WorkerBack
@@ -202,6 +203,10 @@ class SchedulerApi(Actor[Message]):
         """List these disconnected workers no longer, all or none. Raises NotFound, and WrongState for one that is
         connected or awaited, or whose lost process may still write host pages."""
         return await self.ask(lambda reply: events.ForgetWorkersAsk(workers, reply))
+
+    async def tell_standbys(self, workers: tuple[str, ...], ready: tuple[str, ...]) -> tuple[str, ...]:
+        """Note which of these workers have a standby that is ready, for listings and metrics."""
+        return await self.ask(lambda reply: events.StandbysAsk(workers, ready, reply))
 
     async def largest_prefixes(self, limit: int) -> tuple[list[messages.PrefixRow], int]:
         """The largest cached prefixes of all nodes, and how many there are. Other tasks run meanwhile: what they evict

@@ -9,9 +9,9 @@
               its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). A
               coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise, and so
               is a worker that has not connected, and has come no further for START_LIMIT_S; of a group, no rank
-    standby   where a worker has one that is ready, it takes over in place of a restart (hisparse.cluster.standbys), once
-              the exit of the worker is proved: `_keep` has waited for its pidfd. It counts as a restart, for the pause
-              and for giving up; only the pause of a first short life is left out
+    standby   where a worker has one that is ready, it takes over in place of a restart (hisparse.cluster.standbys),
+              once the exit of the worker is proved: `_keep` has waited for its pidfd. It counts as a restart, for the
+              pause and for giving up; only the pause of a first short life is left out
     group     restarted whole. When one rank ends, the others end by themselves (hisparse.cluster.group_end), or are
               killed when they do not; then all start together, after one pause. Restarts are counted per group, and
               the group serves while all of its ranks are connected
@@ -384,8 +384,13 @@ class Keeper:
             await trio.sleep(WATCH_INTERVAL_S)
 
     async def _ask_on(self, client: Client, scope: trio.CancelScope) -> None:
-        """Ask for the workers in intervals; `scope` cancels it when an answer is overdue."""
+        """Ask for the workers in intervals, and tell which have standbys; `scope` cancels it when an answer is
+        overdue."""
+        told: list[str] | None = None
         while True:
+            if self._standbys is not None and self._standbys.names and told != self._standbys.ready:
+                told = self._standbys.ready
+                await client.tell_standbys(self._standbys.names, told)
             rows = await client.workers()
             self._watch.answered(rows, trio.current_time())
             self._look()

@@ -1,9 +1,9 @@
 """Standby processes: one for each worker of a node that has `worker.standby`, started once that worker serves.
 
-    worker serves    longer than the pause before its last restart: only then a standby is started. So a request that
-                     kills its worker at once uses up one standby; what follows are restarts with their pauses
-    worker ends      its exit is proved (Keeper: by pidfd). A standby that is ready is ordered to take over: from then on
-                     it is the worker's process, and no standby. Without one the worker is started again
+    worker serves    longer than the pause before its last restart: only then a standby is started. So a request
+                     that kills its worker at once uses up one standby; what follows are restarts with their pauses
+    worker ends      its exit is proved (Keeper: by pidfd). A standby that is ready is ordered to take over: from then
+                     on it is the worker's process, and no standby. Without one the worker is started again
     standby ends     another is started, after a pause that doubles; after too many short lives none is
     order unheard    a standby that has not begun after HEARD_LIMIT_S hangs and is killed: the worker's end, once more
 
@@ -13,7 +13,7 @@ Only a standby that says it is ready is taken (protocol.start_step). One that st
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import trio
@@ -29,12 +29,12 @@ HEARD_LIMIT_S: Final = 5.0
 
 
 class Standbys:
-    """The standbys of the workers `names` of a node. `start` starts that of a worker, `place` makes it the worker's process; the children are
-    the caller's to stop at the end."""
+    """The standbys of the workers `names` of a node. `start` starts that of a worker, `place` makes it the worker's
+    process. The children are the caller's to stop at the end."""
 
     def __init__(
         self,
-        names: Collection[str],
+        names: Sequence[str],
         start: Callable[[str], Child],
         place: Callable[[str, Child], None],
     ) -> None:
@@ -92,7 +92,7 @@ class Standbys:
         """
         restarts = Restarts()
         while True:
-            while name in self._ordered or not serves():
+            while name in self._ordered or not serves():  # noqa: ASYNC110 - no task tells either
                 await trio.sleep(LOOK_INTERVAL_S)
             began = trio.current_time()
             child = self._children[name] = self._start(name)
@@ -112,7 +112,7 @@ class Standbys:
 
     async def _until_ready(self, child: Child) -> bool:
         """Wait until `child` says that it is ready; False: it has ended."""
-        while child.running and child.step != STANDBY:
+        while child.running and child.step != STANDBY:  # noqa: ASYNC110 - a step is not told
             await trio.sleep(LOOK_INTERVAL_S)
         return child.running
 

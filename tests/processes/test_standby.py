@@ -41,7 +41,7 @@ def with_standbys(config: Config) -> Config:
 async def until_ready(cluster: Cluster, name: str, without: int = 0) -> int:
     """Wait until the standby of `name` is ready, another one than the process `without`; returns its number."""
     with trio.fail_after(LIMIT_S):
-        while not cluster.standbys.is_ready(name) or cluster.standbys.children[name].pid == without:
+        while not (cluster.standbys.is_ready(name) and cluster.standbys.children[name].pid != without):  # noqa: ASYNC110
             await trio.sleep(0.05)
     return cluster.standbys.children[name].pid
 
@@ -59,10 +59,13 @@ async def test_standby_takes_over_and_changes_no_output(model: Path, tmp_path: P
             took_over = await until_ready(cluster, "w0")
             await until_decoding(client, "crashed-", "w0", 6)
             assert [row.worker for row in await client.workers()] == ["w0", "w1"], "a standby has said hello"
+            with trio.fail_after(LIMIT_S):
+                while (await client.workers())[0].standby != "ready":  # noqa: ASYNC110
+                    await trio.sleep(0.05)
             killed = cluster.workers["w0"]
             killed.signal(number)
             with trio.fail_after(LIMIT_S):
-                while cluster.workers["w0"] is killed:
+                while cluster.workers["w0"] is killed:  # noqa: ASYNC110
                     await trio.sleep(0.05)
             assert cluster.workers["w0"].pid == took_over
             done.set()

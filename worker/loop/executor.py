@@ -127,7 +127,8 @@ class Executor:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
         `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` and
         `group` are closed by the caller, and so is `recorder`; `pace` is by default the one that settings ask
-        for. `graphs_later`: capture graphs between the first steps. A `group` wants a GroupRunner; all ranks build their executors at the same time."""
+        for. `graphs_later`: capture graphs between the first steps. A `group` wants a GroupRunner; all ranks build
+        their executors at the same time."""
         streams.adopt_thread()
         streams.waits_for_peers = group is not None
         self.counters = counters or WorkerCounters()

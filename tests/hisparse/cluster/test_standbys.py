@@ -71,7 +71,7 @@ def nodes() -> Iterator[list[FakeNode]]:
 
 async def until(condition: Callable[[], object]) -> None:
     with trio.fail_after(CHILDREN_LIMIT_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await trio.sleep(0.01)
 
 

@@ -17,7 +17,7 @@ import pytest
 import trio
 
 from hisparse.cluster import children as children_module
-from hisparse.cluster import group_end, keeper, restarts, up
+from hisparse.cluster import group_end, restarts, up
 from hisparse.cluster.children import Child, stop_children
 from hisparse.cluster.keeper import COORDINATOR, Kept
 from hisparse.cluster.starting import started
