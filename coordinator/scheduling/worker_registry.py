@@ -139,7 +139,7 @@ class WorkerRegistry:
             self._gone[name] = gone._replace(row=msgspec.structs.replace(gone.row, exit_proved=True))
 
     def note_standbys(self, names: Sequence[str], ready: Sequence[str]) -> None:
-        """Which of these workers have a standby that is ready, as their supervisor tells."""
+        """Note which of these workers have a standby that is ready, as their supervisor tells."""
         for name in names:
             self._standbys[name] = "ready" if name in ready else "missing"
             self._standbys.move_to_end(name)

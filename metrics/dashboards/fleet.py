@@ -263,8 +263,8 @@ TRUST: Final = Row(
         ),
         Panel(
             "Standbys that are ready",
-            "Of each worker that is to have a standby: 1 while it is ready. Bad: 0 for minutes: the worker's death would "
-            "cost a whole start.",
+            "Of each worker that is to have a standby: 1 while it is ready. Bad: 0 for minutes: the worker's death "
+            "would cost a whole start.",
             "short",
             (Query("hisparse_worker_standbys_ready", "{{worker}}"),),
         ),

@@ -53,7 +53,7 @@ def test_a_worker_has_a_standby_on_a_gpu_or_if_asked_for(asked: Any, device: str
 
 def test_ranks_have_no_standby() -> None:
     assert [it.standby for it in placed(2, group_size=2, gpus=2)] == [0, 0]
-    with pytest.raises(ConfigError, match="worker.standby=1: ranks of a group have no standby"):
+    with pytest.raises(ConfigError, match=r"worker\.standby=1: ranks of a group have no standby"):
         placed(2, msgspec.structs.replace(GPU, standby=1), group_size=2, gpus=2)
 
 
