@@ -39,7 +39,8 @@ from worker.pool.registration import CudaRegistrar, huge_shared_bytes
 
 #: DeepSeek-V3.2 with rows in fp8: a page takes 3.1 MB.
 GEOMETRY: Final = Geometry(layers=61, row_bytes=656, group_of_layer=tuple(range(61)), index_row_bytes=132, topk=2048)
-COPY_BYTES: Final = 1 << 30
+#: Within one registration: a copy that spans two is refused by the driver.
+COPY_BYTES: Final = 128 << 20
 COPIES: Final = 10
 DEATH_LIMIT_S: Final = 120.0
 

@@ -31,8 +31,9 @@ class WorkerSources:
     """Where the numbers are. Callables run in the exporter's thread and must not wait for anything.
 
     `requests` counts by state, `hot_buffers` by size; `memory` is by name (chunks, index_pages); `stopping` tells that
-    the process has been asked to leave; `transfers` is by end (sender, receiver), as far as there are any. A loop that
-    ended is not asked about: its process ends with it.
+    the process has been asked to leave; `weights` is how long its start took for them, by source (checkpoint, keeper);
+    `transfers` is by end (sender, receiver), as far as there are any. A loop that ended is not asked about: its process
+    ends with it.
     """
 
     worker: str
@@ -46,6 +47,7 @@ class WorkerSources:
     unreported_tokens: Callable[[], int]
     reports_in_flight: Callable[[], int]
     stopping: Callable[[], bool]
+    weights: Callable[[], Mapping[str, float]] = dict
     transfers: Callable[[], Mapping[str, TransferCounters]] = dict
     rooms: Callable[[], Mapping[tuple[str, str], RoomUse]] = dict
 
@@ -92,6 +94,14 @@ WORKER_METRICS: Final[tuple[Metric[WorkerSources], ...]] = (
         "Which sizes does policy give?",
         lambda it: it.hot_buffers(),
         labels="size",
+    ),
+    gauge(
+        "hisparse_worker_weights_seconds",
+        "seconds",
+        "Time for which this process loaded its weights from the checkpoint, or mapped those that a keeper had.",
+        "Did a restart have to load weights again?",
+        lambda sources: sources.weights(),
+        labels="source",
     ),
     gauge(
         "hisparse_worker_unreported_tokens",

@@ -239,6 +239,11 @@ def pool_path(pool_dir: str, node: str) -> Path:
     return Path(pool_dir) / f"{node}.pool"
 
 
+def keeper_path(config: Config) -> Path:
+    """The socket of the keeper of weights of the worker of `config`."""
+    return Path(config.cluster.runtime_dir) / f"weights-{config.worker.name}.sock"
+
+
 # ---------------------------------------------------------------- sources
 
 _Value = tuple[str, str, object, str]  # section, field, value, origin

@@ -134,6 +134,7 @@ class WorkerSettings(Settings, frozen=True):
     group_size: int = 1  # ranks that share the experts of one model
     group_endpoint: str = ""  # where rank 0 listens; default: a socket in runtime_dir; tcp://HOST:PORT across nodes
     group_secret_file: str = ""  # secret of all ranks, which a tcp:// group_endpoint needs
+    keeper: bool = True  # weights stay when a worker dies, where `hisparse up` runs a process that keeps them
     report_interval_ms: float = 20.0  # tokens are reported to the coordinator at most this often
     record_selections: str = ""  # trace of selections, in FILE.WORKER.PID; makes steps longer; empty: off
     metrics_host: str = "127.0.0.1"  # address of the metrics page

@@ -37,7 +37,7 @@ from metrics.exporter import Exporter, serve
 from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 from protocol import logs
-from protocol.config import pool_path
+from protocol.config import keeper_path, pool_path
 from protocol.errors import EXIT_DEFECT, EXIT_PEER_LOST, HiSparseError
 from protocol.logs import fields
 from protocol.settings import Config, WorkerSettings
@@ -130,7 +130,9 @@ class WorkerProcess:
             raise
 
     def _start(self, config: Config, halted: threading.Event, attached: MappedPool | None) -> None:
-        runner = load_runner(config.worker, self._group.collectives if self._group is not None else None)
+        collectives = self._group.collectives if self._group is not None else None
+        runner = load_runner(config.worker, collectives, keeper_path(config) if config.worker.keeper else None)
+        self._weights_seconds = runner.weights_seconds
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
         if self._group is not None:
@@ -261,6 +263,7 @@ class WorkerProcess:
             unreported_tokens=lambda: self._outbox.pending_tokens,
             reports_in_flight=lambda: self._outbox.in_flight,
             stopping=lambda: self._link.stopping,
+            weights=lambda: self._weights_seconds,
             transfers=self._executor.transfers.counters,
             rooms=lambda: by_label(self._executor.room_use(), self._outbox.room_use()),
         )

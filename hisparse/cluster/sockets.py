@@ -12,7 +12,7 @@ from protocol.settings import Config, WorkerSettings
 
 IPC: Final = "ipc://"
 #: Names of sockets that processes make in the runtime directory.
-PATTERNS: Final = ("client.sock", "admin.sock", "worker.sock", "group-*.sock", "http-*.sock")
+PATTERNS: Final = ("client.sock", "admin.sock", "worker.sock", "group-*.sock", "http-*.sock", "weights-*.sock")
 
 
 def remove_dead_sockets(config: Config, placed: Iterable[WorkerSettings] = ()) -> None:

@@ -49,6 +49,7 @@ from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.cluster.sockets import remove_dead_sockets
 from hisparse.cluster.standbys import Standbys
 from hisparse.cluster.starting import started
+from hisparse.cluster.weights import WeightKeepers
 from hisparse.http.server.api_keys import read_keys
 from hisparse.http.server.tls import tls_of
 from protocol.byte_sizes import AUTO
@@ -93,10 +94,12 @@ class Cluster:
         self.pool_hold = PoolHold(self.pool)
         names = [it.name for it in self.placed if it.standbys]
         self.standbys = Standbys(names, self._start_standby, self._take_place)
+        self.keepers = WeightKeepers(_report)
 
     @property
     def children(self) -> tuple[Child, ...]:
-        return *self.by_name.values(), *self.standbys.children.values()
+        """All of them, standbys and those that keep weights too."""
+        return (*self.by_name.values(), *self.standbys.children.values(), *self.keepers.children.values())
 
     @property
     def by_name(self) -> Mapping[str, Child]:
@@ -111,10 +114,12 @@ class Cluster:
 
     def start_worker(self, settings: WorkerSettings) -> None:
         own = msgspec.structs.replace(self.config, worker=settings)
+        self.keepers.keep(own, self.log_dir)
         self.workers[settings.name] = start_child("worker", own, self.log_dir)
 
     def _start_standby(self, name: str) -> Child:
         own = msgspec.structs.replace(self.config, worker=self._settings(name))
+        self.keepers.keep(own, self.log_dir)
         return start_child("worker", own, self.log_dir, as_standby=True)
 
     def _take_place(self, name: str, child: Child) -> None:
@@ -169,6 +174,7 @@ class Cluster:
             "coordinator": {"pid": self.coordinator.pid},
             "workers": [{"name": name, "pid": child.pid} for name, child in self.workers.items()],
             "standbys": [{"name": name, "pid": child.pid} for name, child in self.standbys.children.items()],
+            "keepers": [{"worker": name, "pid": child.pid} for name, child in self.keepers.children.items()],
             "groups": [{"name": group, "workers": ranks} for group, ranks in self.groups.items()],
             "pool": str(self.pool),
             "metrics": self.metrics,

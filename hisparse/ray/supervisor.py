@@ -39,6 +39,7 @@ from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, op
 from hisparse.cluster.sockets import remove_dead_sockets
 from hisparse.cluster.starting import started
 from hisparse.cluster.up import EXIT_CHILD_LOST, STOP_GRACE_S, start_child, until_answering
+from hisparse.cluster.weights import WeightKeepers
 from hisparse.console.options import EXIT_CODES
 from hisparse.ray.plan import NodePlan
 from hisparse.ray.remains import ask_to_stop, end_all, note, read, write_atomically
@@ -85,11 +86,13 @@ class NodeProcesses:
 
     plan: NodePlan
     changed: Callable[[], None]
+    report: Callable[[str], None]
     children: dict[str, Child] = field(default_factory=dict)
     identities: dict[str, Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pool_hold = PoolHold(pool_path(self.config.worker.pool_dir, self.config.worker.node))
+        self.keepers = WeightKeepers(self.report)
 
     @property
     def config(self) -> Config:
@@ -108,6 +111,7 @@ class NodeProcesses:
         if name not in (COORDINATOR, HTTP):
             own = next(it for it in self.plan.workers if it.name == name)
             subcommand, config = "worker", msgspec.structs.replace(config, worker=own)
+            self.keepers.keep(config, None)
         self.children[name] = start_child(subcommand, config, None)
         self.identities[name] = process_of(self.children[name].pid)
         self.changed()
@@ -124,7 +128,7 @@ class NodeSupervisor:
     def __init__(self, plan: NodePlan) -> None:
         self._plan = plan
         self._runtime_dir = Path(plan.runtime_dir)
-        self._processes = NodeProcesses(plan, self._changed)
+        self._processes = NodeProcesses(plan, self._changed, self._report)
         self._state = "starting"
         self._said: list[str] = []
 
@@ -237,7 +241,7 @@ class NodeSupervisor:
         return True
 
     async def _stop(self) -> None:
-        children = list(self._processes.children.values())
+        children = [*self._processes.children.values(), *self._processes.keepers.children.values()]
         with trio.CancelScope(shield=True):
             await stop_children(children, STOP_GRACE_S)
         for child in children:

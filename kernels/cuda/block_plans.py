@@ -21,8 +21,8 @@ BARRIER_BYTES: Final = 256
 ALIGN_BYTES: Final = 1024
 #: Copies of the tensor engine: bytes of a row of codes come in whole parts, and so does the address of a tensor.
 COPY_BYTES: Final = 16
-#: Shared memory that a block of threads gets at most.
-SHARED_BYTES_MAX: Final = 227 << 10
+#: Shared memory that a block of threads gets at most, less what the kernel declares with a fixed size.
+SHARED_BYTES_MAX: Final = (227 << 10) - 16
 #: Of the number of a tile's expert, which a launch by experts lists in shared memory.
 TILE_EXPERT_BYTES: Final = 4
 

@@ -1,10 +1,15 @@
 """The subset that compute-sanitizer walks through: `compute-sanitizer --tool racecheck python -m tests.gpu.memcheck`.
 
 Every path of every kernel once or twice, at small sizes: clusters of one, two, five and sixteen blocks; hits, misses,
-duplicates, padding, resident requests, old stamps, drafts, both directions of copies.
+duplicates, padding, resident requests, old stamps, drafts, both directions of copies. Names of parts as arguments walk
+through these alone; racecheck takes minutes for each.
 """
 
 from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -49,12 +54,20 @@ def scripts() -> None:
         run_cases.record(small("memcheck", {**shape, "rows": rows}, cases), "cuda")
 
 
-if __name__ == "__main__":
+def steps() -> None:
     for ranks in (1, 2, 5, 16):
         goes_mixed_steps(Twin(ranks, ranks=ranks, **MIXED_SIZES), steps=4)
         goes_draft_steps(Twin(ranks, ranks=ranks, **DRAFT_SIZES), steps=6)
-    copies()
-    scripts()
-    indexes()
-    torch.cuda.synchronize()
-    print("done")
+
+
+def walk(parts: Mapping[str, Callable[[], None]]) -> None:
+    """Run the parts that the command line names, or all, and print the seconds of each."""
+    for name in sys.argv[1:] or parts:
+        began = time.monotonic()
+        parts[name]()
+        torch.cuda.synchronize()
+        print(f"{name}: done in {time.monotonic() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    walk({"steps": steps, "copies": copies, "scripts": scripts, "indexes": indexes})

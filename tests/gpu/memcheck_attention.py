@@ -8,10 +8,13 @@ compared with the definition.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kernels.cuda.attention import HOPPER_BLOCKS, attend_rows
 from tests.gpu.index_bench import IndexBench
+from tests.gpu.memcheck import walk
 from tests.support.attention_rig import Case
 
 BOUND = 2.0**-7
@@ -19,17 +22,16 @@ BOUND = 2.0**-7
 SHARP_BOUND = 2.0**-4
 
 
-def attention() -> None:
-    for kind in ("bfloat16", "fp8"):
-        for heads, k, splits in ((64, 333, 1), (72, 333, 2), (64, 130, 3), (128, 700, 1), (64, 1024, 8), (64, 1, 1)):
-            shape = {"latent": 512, "rope": 64, "heads": heads, "k": k, "batch": 3, "stored": 2000}
-            case = Case(kind, torch.bfloat16, device="cuda", **shape)
-            case.out_rows[1] = -1
-            check(case, splits, BOUND)
-        rising = Case(kind, torch.bfloat16, heads=64, k=333, batch=1, latent=512, rope=64, stored=2000, device="cuda")
-        rising.queries *= 10
-        rising.sort_entries(0, 5, falling=False)
-        check(rising, 1, SHARP_BOUND)
+def attention(kind: str) -> None:
+    for heads, k, splits in ((64, 333, 1), (72, 333, 2), (64, 130, 3), (128, 700, 1), (64, 1024, 8), (64, 1, 1)):
+        shape = {"latent": 512, "rope": 64, "heads": heads, "k": k, "batch": 3, "stored": 2000}
+        case = Case(kind, torch.bfloat16, device="cuda", **shape)
+        case.out_rows[1] = -1
+        check(case, splits, BOUND)
+    rising = Case(kind, torch.bfloat16, heads=64, k=333, batch=1, latent=512, rope=64, stored=2000, device="cuda")
+    rising.queries *= 10
+    rising.sort_entries(0, 5, falling=False)
+    check(rising, 1, SHARP_BOUND)
 
 
 def check(case: Case, splits: int, bound: float) -> None:
@@ -46,15 +48,17 @@ def check(case: Case, splits: int, bound: float) -> None:
     torch.testing.assert_close(case.out.double().cpu(), case.expected(1), rtol=bound, atol=bound)
 
 
-def indexes() -> None:
+def indexes(kind: str) -> None:
     """Contexts within one span of selection and over several, with and without padding."""
-    for kind in ("bfloat16", "fp8"):
-        IndexBench([700, 3, 64, 65, 200], kind=kind, heads=64, dim=128, k=64, padding=2).check()
-        IndexBench([20_000, 300], kind=kind, heads=64, dim=128, k=100).check()
+    IndexBench([700, 3, 64, 65, 200], kind=kind, heads=64, dim=128, k=64, padding=2).check()
+    IndexBench([20_000, 300], kind=kind, heads=64, dim=128, k=100).check()
 
 
 if __name__ == "__main__":
-    attention()
-    indexes()
-    torch.cuda.synchronize()
-    print("done")
+    walk(
+        {
+            f"{what.__name__}-{kind}": partial(what, kind)
+            for what in (attention, indexes)
+            for kind in ("bfloat16", "fp8")
+        }
+    )

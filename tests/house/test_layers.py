@@ -51,6 +51,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"service"},
     ],
     "worker": [
+        {"keeper"},
         {"device", "pool", "link", "weights", "oracle"},
         {"streams", "group"},
         {"runners"},

@@ -206,7 +206,7 @@ def test_tiles_of_a_piece_are_listed_in_shared_memory(plans: ExpertPlans, held: 
 
 
 def test_experts_of_a_whole_model_take_a_block_of_prompts_in_two_pieces() -> None:
-    """All 256 experts on one card and 4,096 tokens of eight choices: 510 tiles, of which 448 can be listed."""
+    """All 256 experts on one card and 4,096 tokens of eight choices: 510 tiles, of which 444 can be listed."""
     plans = EXPERT_PLANS[UNBOUNDED]
     assert plans is not None
     assert expert_tiles(4096 * 8, 256, plans.gated.tokens) == 510

@@ -19,7 +19,7 @@ import torch
 from kernels import compile as kernels_compile
 from kernels.cuda import header, jit, parameters, prompt_index, quantize, structures
 from kernels.cuda.attention import HEADS_TOGETHER, hopper_defines
-from kernels.cuda.block_plans import LinearPlan, forms
+from kernels.cuda.block_plans import SHARED_BYTES_MAX, LinearPlan, forms
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
 from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
 from kernels.layout import Geometry
@@ -157,15 +157,23 @@ class Instruction:
 
 def section(elf: bytes, name: str) -> bytes:
     """A section of a 64-bit ELF file."""
+    begin, size = place_of(elf, name)
+    return elf[begin : begin + size]
+
+
+def place_of(elf: bytes, name: str) -> tuple[int, int]:
+    """Offset in the file and bytes of a section; one without contents has bytes all the same."""
     headers, each, count, names = struct.unpack_from("<Q", elf, 40)[0], *struct.unpack_from("<HHH", elf, 58)
     table = [struct.unpack_from("<IIQQQQ", elf, headers + each * place) for place in range(count)]
     strings = elf[table[names][4] :]
     for at, _, _, _, begin, size in table:
         if strings[at : strings.index(b"\0", at)].decode() == name:
-            return elf[begin : begin + size]
+            return begin, size
     raise AssertionError(name)
 
 
+#: Of shared memory on Hopper, in each block and beside the 227 KiB that a block gets.
+SYSTEM_SHARED_BYTES: Final = 1024
 ATTENTION: Final = [hopper_defines(kind, heads) for kind in ("bfloat16", "fp8") for heads in HEADS_TOGETHER]
 attention_variants = pytest.mark.parametrize(
     "defines", ATTENTION, ids=lambda defines: "-".join(str(it[1]) for it in defines[:2])
@@ -215,6 +223,14 @@ def test_products_of_block_linear_are_asynchronous(plan: LinearPlan, form: int) 
     products = [it for it in code if it.multiplies]
     assert len(products) == 2 * plan.chunk
     assert sum(it.closes_group for it in products) == 2
+
+
+@pytest.mark.parametrize(("plan", "form"), forms(), ids=str)
+def test_block_linear_fits_beside_its_own_variables(plan: LinearPlan, form: int) -> None:
+    """A launch asks for SHARED_BYTES_MAX at most; what the kernel declares comes on top, behind a KiB of the system."""
+    cubin = kept_unit("block_linear", plan.defines(form), "sm_90").cubin
+    own = place_of(cubin, ".nv.shared.block_linear")[1] - SYSTEM_SHARED_BYTES
+    assert 0 < own <= (227 << 10) - SHARED_BYTES_MAX
 
 
 def code_of_prompt_index(defines: jit.Defines) -> list[Instruction]:

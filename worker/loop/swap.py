@@ -57,6 +57,7 @@ from worker.streams import Fence, Streams
 #: others get their turn on the link, and each takes some microseconds to begin and to end.
 PIECE_TOKENS: Final = 4_096
 PIECE_BYTES: Final = 2**25
+OFFSETS: Final = np.arange(PAGE_TOKENS, dtype=np.int32)
 
 
 class StagedRows(NamedTuple):
@@ -282,12 +283,13 @@ class Swap:
         for first, last, held in spans:
             array = places.numpy()[:, begin : begin + last - first]
             begin += last - first
-            positions = np.arange(first, last)
-            page, array[1] = positions // PAGE_TOKENS - first // PAGE_TOKENS, positions % PAGE_TOKENS
-            host, *rows = (np.asarray(it[first // PAGE_TOKENS : pages_for(last)], np.int32)[page] for it in held)
-            array[0] = host
-            for target, pages in zip(array[2:], rows, strict=True):
-                target[:] = pages * PAGE_TOKENS + array[1]
+            lead, pages = first % PAGE_TOKENS, slice(first // PAGE_TOKENS, pages_for(last))
+            inside = slice(lead, lead + last - first)
+            host, *rows = (np.asarray(it[pages], np.int32)[:, None] for it in held)
+            array[0] = np.repeat(host, PAGE_TOKENS)[inside]
+            array[1] = np.tile(OFFSETS, len(host))[inside]
+            for target, of in zip(array[2:], rows, strict=True):
+                target[:] = (of * PAGE_TOKENS + OFFSETS).ravel()[inside]
         return places
 
 

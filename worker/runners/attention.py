@@ -39,6 +39,7 @@ from kernels.encode import encode
 from kernels.routing import add_parts
 from kernels.row_format import RowFormat
 from kernels.row_target import Angles, RowTarget
+from worker.weights.memory import WeightMemory
 from worker.weights.modules import Activations, joined_of, make_codes_for, product, products
 
 #: Index scores per head held at once in prefill: 2 MiB of float32 stays within a core's cache.
@@ -122,10 +123,16 @@ class Absorbed:
     value: Tensor  # [H, r, v]
 
     @classmethod
-    def of(cls, attention: Module) -> Absorbed:
+    def of(cls, attention: Module, name: str, memory: WeightMemory) -> Absorbed:
+        """The halves of the attention module `name`, in `memory`."""
         weight = attention.kv_b_proj.weight.view(attention.num_heads, -1, attention.kv_lora_rank)
         key, value = torch.split(weight, [attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
-        return cls(key=key.contiguous(), value=value.transpose(1, 2).contiguous())
+        halves = []
+        for half, values in (("key", key), ("value", value.transpose(1, 2))):
+            halves.append(memory.empty(f"{name}.absorbed_{half}", tuple(values.shape), values.dtype))
+            if not memory.is_filled:
+                halves[-1].copy_(values.detach())
+        return cls(*halves)
 
 
 def normed(norm: Module, values: Tensor) -> Tensor:

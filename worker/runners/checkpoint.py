@@ -165,6 +165,22 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()
 
 
+def weights_digest(path: str | Path) -> str:
+    """Digest of the bytes that weights are made of: `fingerprint`, and of each file the file system's own account.
+
+    A file whose bytes change has another time of change, which no program can set back: what is mapped by this digest
+    is never older than its files. One that is copied or touched is loaded once more.
+    """
+    digest = hashlib.blake2b(fingerprint(path).encode(), digest_size=16)
+    for file in sorted(Path(path).iterdir()):
+        if file.suffix not in (".json", ".safetensors"):
+            continue
+        status = file.stat()
+        about = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        digest.update(f"{file.name} {about}".encode())
+    return digest.hexdigest()
+
+
 def _check_values(config: dict[str, Any], file: Path, field: str) -> None:
     check_dimensions(config, str(file), field)
     for name in ("dtype", "torch_dtype"):

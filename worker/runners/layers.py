@@ -45,6 +45,7 @@ from worker.runners import attention as mla
 from worker.runners.experts import Over, experts_for, gated_mlp, hold_share, padding, routed
 from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.weights.layout import ExpertShare
+from worker.weights.memory import OwnMemory, WeightMemory
 from worker.weights.model import held_bytes
 from worker.weights.modules import Activations
 
@@ -100,10 +101,12 @@ class Layers:
         deterministic: bool,
         exchange: Exchange | None = None,
         share: ExpertShare | None = None,
+        memory: WeightMemory | None = None,
     ) -> None:
         """`deterministic`: rows of a decode batch are padded so that they are kept apart. `exchange` reaches the ranks
-        that hold the other experts, where `model` holds the `share` alone."""
+        that hold the other experts, where `model` holds the `share` alone. `memory` is that of its weights."""
         self.model = model
+        self._memory = memory or OwnMemory(model.device)
         self._exchange, self._share = exchange, share
         if exchange is not None and share is not None:
             hold_share(model, share)
@@ -347,7 +350,7 @@ class Layers:
             number=number,
             group=group,
             module=module,
-            absorbed=mla.Absorbed.of(module.self_attn),
+            absorbed=mla.Absorbed.of(module.self_attn, f"model.layers.{number}.self_attn", self._memory),
             anchor=members[0] == number,
             followers=members[1:] if members[0] == number else (),
         )

@@ -52,11 +52,13 @@ from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.tokenizer_files import read_tokenizer
-from worker.device.gpu_memory import free_device_bytes
+from worker.device.gpu_memory import cuda_device, free_device_bytes
 from worker.device.passes import PassUnit
 from worker.device.sizing import require_weights_fit
 from worker.device.step_rows import StepRows, rows_max
 from worker.group.exchange import Collectives, Exchange
+from worker.keeper.memory import KeptMemory, TableDiffersError, find_memory
+from worker.keeper.messages import TABLE_VERSION, WeightsIdentity
 from worker.runners import attention as mla
 from worker.runners.adjust import Adjust
 from worker.runners.base import (
@@ -71,7 +73,7 @@ from worker.runners.base import (
     no_listener,
     prefix_unit_tokens,
 )
-from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config
+from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config, weights_digest
 from worker.runners.drafting import Drafting
 from worker.runners.layers import Angles, Halfway, Layer, Layers, row_multiple
 from worker.runners.logprobs import write_logprobs
@@ -81,6 +83,7 @@ from worker.runners.splitting import Splitting
 from worker.runners.swapping import launch_beside, launch_selection
 from worker.weights.layout import ExpertShare, exchange_bytes, prompt_scratch_bytes, weights_bytes
 from worker.weights.matmul import DECODED, Matmul, resolve_matmul
+from worker.weights.memory import WeightMemory
 from worker.weights.model import load_model
 from worker.weights.modules import (
     Activations,
@@ -144,21 +147,24 @@ class TransformersRunner:
         share: ExpertShare | None = None,
         exchange: Exchange | None = None,
         matmul: Matmul = DECODED,
+        memory: WeightMemory | None = None,
     ) -> None:
         """`deterministic_seats` > 0: every step has that many seats, of 1 + `draft_tokens` rows each, and rows are kept
         apart. Raises ConfigError.
 
         `gathered_prefill` chooses the form of prefill, by default the device's; `after_index_topk` sees, and may
         replace, what the indexer selected in decode steps. A `model` with the routed experts of `share` alone needs the
-        `exchange` with the ranks that hold the others. `matmul`: how the FP8 products of `model` are formed.
+        `exchange` with the ranks that hold the others. `matmul`: how the FP8 products of `model` are formed. `memory`:
+        that of its weights.
         """
         self.info = info
         self.geometry = geometry
         self.dtype: torch.dtype = model.dtype
         self.after_index_topk = after_index_topk
         self.matmul = matmul
+        self.weights_seconds: dict[str, float] = {}  # for how long they were loaded, by where they were found
         self._layers = layers = Layers(
-            model, geometry, deterministic=deterministic_seats > 0, exchange=exchange, share=share
+            model, geometry, deterministic=deterministic_seats > 0, exchange=exchange, share=share, memory=memory
         )
         gathered = layers.device.type == "cuda" if gathered_prefill is None else gathered_prefill
         self._prompt: PromptAttention = (
@@ -192,14 +198,17 @@ class TransformersRunner:
         collectives: Collectives | None = None,
         rows_max: int = 0,
         draft_tokens: int = 0,
+        keeper: Path | None = None,
     ) -> TransformersRunner:
         """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served.
 
         `keeps_fp8`: weights stored in FP8 stay so in device memory, by default on a GPU; else they are decoded.
         `matmul`: worker.matmul, how FP8 products are formed; the runner's own says what that comes to. `collectives` of
         a group, of which this rank holds a share of the experts; `rows_max` is its largest round. `draft_tokens` above
-        0: with the draft layer, a DraftRunner.
+        0: with the draft layer, a DraftRunner. `keeper`: socket of the keeper that is to hold the weights, which are
+        mapped where it holds them already. Raises TableDiffersError where it held other tensors; then it holds none.
         """
+        began = time.monotonic()
         config, draft_layer = read_config(path), draft_tokens > 0
         tokenizer = read_tokenizer(path)
         torch_dtype = _torch_dtype(dtype, config)
@@ -214,11 +223,15 @@ class TransformersRunner:
         )
         with library_refusals(path, FIELD):
             share = _share_of(path, collectives)
+            memory = _kept_memory(
+                keeper, path, device, torch_dtype, products, keeps_fp8=keeps, share=share, draft_layer=draft_layer
+            )
             if torch.device(device).type == "cuda":
                 block, about = quantization.block if quantization else None, AutoConfig.from_pretrained(path)
                 name, ranks = _dtype_name(torch_dtype), collectives.size if collectives is not None else 1
+                held = weights_bytes(about, name, block, on_gpu=True, experts=share, draft_layer=draft_layer)
                 require_weights_fit(
-                    weights_bytes(about, name, block, on_gpu=True, experts=share, draft_layer=draft_layer),
+                    {} if memory is not None and memory.is_filled else held,
                     free_device_bytes(device),
                     "worker.device",
                     device,
@@ -240,6 +253,8 @@ class TransformersRunner:
                 matmul=products,
                 experts=share,
                 draft_layer=draft_layer,
+                memory=memory,
+                keeps_kv_b=torch.device(device).type != "cuda",
             )
         kind = _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype
         geometry = geometry_of(model.config, kind, draft_layer=draft_layer)
@@ -266,8 +281,13 @@ class TransformersRunner:
             share=share,
             exchange=exchange,
             matmul=products,
+            memory=memory,
         )
         runner.release_unused()
+        if memory is not None:
+            memory.finish(weights_digest(path))
+        found = "checkpoint" if memory is None else memory.source
+        runner.weights_seconds[found] = time.monotonic() - began
         log.info(
             "weights held", extra=fields(**{f"{name}_bytes": size for name, size in runner.weights_bytes().items()})
         )
@@ -726,9 +746,13 @@ class TransformersRunner:
         return self._scratch[rows]
 
 
-def load_runner(settings: WorkerSettings, collectives: Collectives | None = None) -> TransformersRunner:
-    """The runner a worker's settings ask for; a rank's with the `collectives` of its group. Raises ConfigError."""
-    runner = TransformersRunner.load(
+def load_runner(
+    settings: WorkerSettings, collectives: Collectives | None = None, keeper: Path | None = None
+) -> TransformersRunner:
+    """The runner a worker's settings ask for; a rank's with the `collectives` of its group; with weights in the memory
+    of the keeper at socket `keeper`. Raises ConfigError."""
+    load = partial(
+        TransformersRunner.load,
         settings.model,
         device=settings.device,
         dtype=settings.dtype,
@@ -738,7 +762,13 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         collectives=collectives,
         rows_max=rows_max(settings),
         draft_tokens=settings.draft_tokens_max,
+        keeper=keeper,
     )
+    try:
+        runner = load()
+    except TableDiffersError as difference:
+        log.warning("kept weights are not those of this code: they are loaded anew", extra=fields(cause=difference))
+        runner = load()
     unit = prefix_unit_tokens(settings)
     runner.info = msgspec.structs.replace(
         runner.info,
@@ -747,6 +777,33 @@ def load_runner(settings: WorkerSettings, collectives: Collectives | None = None
         arithmetic=arithmetic(settings, runner.matmul),
     )
     return runner
+
+
+def _kept_memory(
+    keeper: Path | None,
+    path: str | Path,
+    device: str,
+    dtype: torch.dtype,
+    products: Matmul,
+    *,
+    keeps_fp8: bool,
+    share: ExpertShare | None,
+    draft_layer: bool,
+) -> KeptMemory | None:
+    """Memory of the keeper at socket `keeper` for weights of these settings; None without one."""
+    if keeper is None:
+        return None
+    fp8 = f"FP8 {'kept' if keeps_fp8 else 'decoded'}"
+    identity = WeightsIdentity(
+        checkpoint=weights_digest(path),
+        table=TABLE_VERSION,
+        device="",
+        dtype=_dtype_name(dtype),
+        form=f"{fp8}, rows {'quantized' if products.quantizes_rows else 'as they are'}",
+        experts="all" if share is None else f"{share.count} from {share.first}",
+        layers="with the draft layer" if draft_layer else "without a draft layer",
+    )
+    return find_memory(keeper, identity, cuda_device(device) if device != "cpu" else torch.device(device))
 
 
 def _own(prompts: PromptPass) -> ModelPass:

@@ -28,6 +28,7 @@ from protocol.start_step import tell_step
 from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
 from worker.weights.matching import TensorMatch, match
 from worker.weights.matmul import DECODED, Matmul
+from worker.weights.memory import OwnMemory, WeightMemory
 from worker.weights.modules import JOINED, BlockExperts, BlockLinear, make_linears, share_scratch
 from worker.weights.quantization import Quantization
 from worker.weights.reading import DTYPES, LoadProgress, Read, read_all, read_scales
@@ -49,13 +50,17 @@ def load_model(
     matmul: Matmul = DECODED,
     experts: ExpertShare | None = None,
     draft_layer: bool = False,
+    memory: WeightMemory | None = None,
+    keeps_kv_b: bool = True,
 ) -> Any:
     """The library's causal language model of a checkpoint directory, in `dtype`, without gradients.
 
     `keeps_fp8`: weights stored in FP8 stay so; else they are decoded. `matmul`: how their products are formed.
     `experts`: those to read and hold, by default all. Of a share the library's modules of experts have stacks and
     `num_experts` of that many, BlockExperts `first` and `total`; which rank has a token's expert the caller decides.
-    `draft_layer`: with the draft layer, as `append_draft_layer` has it. Raises ConfigError for files that do
+    `draft_layer`: with the draft layer, as `append_draft_layer` has it. `memory`: where tensors lie, by default in this
+    process's own; nothing is read of a filled one. Without `keeps_kv_b` kv_b_proj lies elsewhere, for its halves to be
+    made of, and has no values where those are there already. Raises ConfigError for files that do
     not make this model, before memory is taken. Host memory beyond the tensors is bounded (reading.py).
     """
     from transformers import AutoConfig
@@ -70,19 +75,27 @@ def load_model(
             append_draft_layer(model)
         target = ModelTensors(
             model,
+            memory or OwnMemory(device),
             torch.device(device),
             dtype,
+            keeps_kv_b=keeps_kv_b,
             fp8={it.spec.name for it in matches if keeps_fp8 and it.scale and is_held_in_fp8(it.spec)},
             matmul=matmul,
             experts=experts,
         )
-        total = sum(shards.tensors[name].bytes for it in matches for name in (it.spec.name, it.scale) if name)
-        began = time.monotonic()
-        _say_begun(path, shards, total)
-        read_all(shards, list(target.reads(shards, matches)), LoadProgress(_say_progress(total), PROGRESS_INTERVAL_S))
-        took_s = time.monotonic() - began
-    log.info("weights loaded", extra=fields(bytes=total, seconds=round(took_s, 1)))
+        if memory is not None and memory.is_filled:
+            target.place(shards, matches)
+        else:
+            _read(shards, matches, target)
     return completed(model, device)
+
+
+def _read(shards: Shards, matches: list[TensorMatch], target: ModelTensors) -> None:
+    total = sum(shards.tensors[name].bytes for it in matches for name in (it.spec.name, it.scale) if name)
+    began = time.monotonic()
+    _say_begun(shards, total)
+    read_all(shards, list(target.reads(shards, matches)), LoadProgress(_say_progress(total), PROGRESS_INTERVAL_S))
+    log.info("weights loaded", extra=fields(bytes=total, seconds=round(time.monotonic() - began, 1)))
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:
@@ -120,14 +133,17 @@ class ModelTensors:
     def __init__(
         self,
         model: nn.Module,
+        memory: WeightMemory,
         device: torch.device,
         dtype: torch.dtype,
         *,
+        keeps_kv_b: bool = True,
         fp8: Collection[str],
         matmul: Matmul,
         experts: ExpertShare | None,
     ) -> None:
-        self._model, self._device, self._dtype = model, device, dtype
+        self._model, self._memory, self._device, self._dtype = model, memory, device, dtype
+        self._keeps_kv_b = keeps_kv_b
         self._fp8, self._matmul = fp8, matmul
         config: Any = model.config
         self._share = experts or ExpertShare(0, config.n_routed_experts)
@@ -136,15 +152,28 @@ class ModelTensors:
         self._stacks: dict[str, tuple[Tensor, Tensor]] = {}
 
     def reads(self, shards: Shards, matches: list[TensorMatch]) -> Iterator[Read]:
+        """Memory for all tensors of `matches`, and what is to be read into it."""
         for it in matches:
             scales, name = read_scales(shards, it.scale) if it.scale else None, it.spec.name
-            if scales is not None and name in self._fp8:
-                weight = self.blocks(it.spec)
-                weight.scales.copy_(scales)
-                yield Read(name, weight.values)
+            found = self._memory_of(shards, it)
+            if isinstance(found, BlockFp8):
+                assert scales is not None
+                found.scales.copy_(scales)
+                yield Read(name, found.values)
             else:
-                is_rounded = DTYPES[shards.tensors[name].tensor.dtype] != self._dtype
-                yield Read(name, self.plain(it.spec, exact=is_rounded and keeps_exact(self._model, name)), scales)
+                yield Read(name, found, scales)
+
+    def place(self, shards: Shards, matches: list[TensorMatch]) -> None:
+        """Give the modules memory that is filled."""
+        for matched in matches:
+            self._memory_of(shards, matched)
+
+    def _memory_of(self, shards: Shards, matched: TensorMatch) -> BlockFp8 | Tensor:
+        name = matched.spec.name
+        if matched.scale and name in self._fp8:
+            return self.blocks(matched.spec)
+        is_rounded = DTYPES[shards.tensors[name].tensor.dtype] != self._dtype
+        return self.plain(matched.spec, exact=is_rounded and keeps_exact(self._model, name))
 
     def blocks(self, spec: TensorSpec) -> BlockFp8:
         """Memory for a weight that stays FP8."""
@@ -158,7 +187,11 @@ class ModelTensors:
 
     def _module_tensor(self, spec: TensorSpec, exact: bool) -> Tensor:
         dtype = torch.float32 if spec.keeps_float32 or exact else self._dtype
-        tensor = torch.empty(spec.shape, dtype=dtype, device=self._device)
+        if spec.name.endswith(KV_B) and not self._keeps_kv_b:
+            device = "meta" if self._memory.is_filled else self._device
+            tensor = torch.empty(spec.shape, dtype=dtype, device=device)
+        else:
+            tensor = self._memory.empty(spec.name, spec.shape, dtype)
         module, leaf = self._module_of(spec.name)
         if leaf in module._parameters:
             setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
@@ -170,8 +203,8 @@ class ModelTensors:
         name = spec.name.removesuffix(".weight")
         if name not in self._linears:
             names = self._joined(name)
-            shapes = [self._library(one).weight.shape for one in names]
-            made = make_linears(shapes, self._device, self._matmul)
+            shapes = {one: tuple(self._library(one).weight.shape) for one in names}
+            made = make_linears(shapes, self._memory, self._matmul)
             for one, linear in zip(names, made, strict=True):
                 parent, _, leaf = one.rpartition(".")
                 setattr(self._model.get_submodule(parent), leaf, linear)
@@ -197,8 +230,8 @@ class ModelTensors:
         if prefix not in self._stacks:
             module: Any = self._model.get_submodule(prefix)
             pair = [
-                torch.empty(self._share.count, *stack.shape[1:], dtype=self._dtype, device=self._device)
-                for stack in (module.gate_up_proj, module.down_proj)
+                self._memory.empty(f"{prefix}.{name}", (self._share.count, *stack.shape[1:]), self._dtype)
+                for name, stack in (("gate_up_proj", module.gate_up_proj), ("down_proj", module.down_proj))
             ]
             module.gate_up_proj, module.down_proj = (nn.Parameter(it, requires_grad=False) for it in pair)
             module.num_experts = self._share.count
@@ -211,7 +244,8 @@ class ModelTensors:
         if prefix not in self._blocks:
             config: Any = self._model.config
             sizes = self._share.count, config.moe_intermediate_size, config.hidden_size
-            blocks = BlockExperts(*sizes, self._device, self._matmul).place(self._share.first, config.n_routed_experts)
+            blocks = BlockExperts(prefix, sizes, self._memory, self._matmul)
+            blocks.place(self._share.first, config.n_routed_experts)
             parent, _, name = prefix.rpartition(".")
             setattr(self._model.get_submodule(parent), name, blocks)
             self._blocks[prefix] = blocks
@@ -241,7 +275,7 @@ def held_bytes(model: nn.Module) -> dict[str, int]:
     """Bytes of what `model` read from its checkpoint, by dtype; memory that two names share counts once."""
     tensors = [*model.state_dict().values(), *_block_tensors(model)]
     found: dict[str, int] = {}
-    for tensor in {it.untyped_storage().data_ptr(): it for it in tensors}.values():
+    for tensor in {it.data_ptr(): it for it in tensors}.values():
         name = str(tensor.dtype).removeprefix("torch.")
         found[name] = found.get(name, 0) + tensor.element_size() * prod(tensor.shape)
     return found
@@ -257,9 +291,9 @@ def _block_tensors(model: nn.Module) -> Iterator[Tensor]:
             yield from (weight.values, weight.scales)
 
 
-def _say_begun(path: str | Path, shards: Shards, total: int) -> None:
+def _say_begun(shards: Shards, total: int) -> None:
     tell_step("weights", 0.0)
-    log.info("loading weights", extra=fields(path=str(path), shards=len(shards.files), bytes=total))
+    log.info("loading weights", extra=fields(path=str(shards.path), shards=len(shards.files), bytes=total))
 
 
 def _say_progress(total: int) -> Callable[[int, float], None]:

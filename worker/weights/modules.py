@@ -13,7 +13,7 @@ forms all their products in one launch. In a decode step such a launch takes lon
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from kernels.block_weight import BLOCK, BlockFp8
 from kernels.cuda.quantize import Codes
 from worker.weights.layout import scale_shape
 from worker.weights.matmul import DECODED, Matmul
+from worker.weights.memory import WeightMemory
 
 #: Names of the weights that are joined, within one module. Rows of the last one alone may end inside of a block.
 JOINED: Final = (("q_a_proj", "indexer.wk", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
@@ -42,11 +43,11 @@ JOINED: Final = (("q_a_proj", "indexer.wk", "kv_a_proj_with_mqa"), ("gate_proj",
 JOINED_VALUES_MAX: Final = 64_000_000
 
 
-def empty_blocks(shape: tuple[int, ...], device: torch.device) -> BlockFp8:
-    """Memory for a weight [..., N, K] and its scales."""
+def empty_blocks(name: str, shape: tuple[int, ...], memory: WeightMemory) -> BlockFp8:
+    """Memory for a weight [..., N, K] of this name and its scales."""
     return BlockFp8(
-        torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(scale_shape(shape, (BLOCK, BLOCK)), dtype=torch.float32, device=device),
+        memory.empty(f"{name}.values", shape, torch.float8_e4m3fn),
+        memory.empty(f"{name}.scales", scale_shape(shape, (BLOCK, BLOCK)), torch.float32),
     )
 
 
@@ -92,13 +93,14 @@ class BlockLinear(nn.Module):
         return product.view(*hidden.shape[:-1], self.out_features)
 
 
-def make_linears(shapes: Sequence[tuple[int, int]], device: torch.device, matmul: Matmul) -> list[BlockLinear]:
-    """Products with weights of `shapes` [N, K] that are to be filled: joined, where they can be."""
-    if not can_be_joined(shapes):
-        return [BlockLinear(empty_blocks(shape, device), matmul) for shape in shapes]
-    whole = empty_blocks((sum(rows for rows, _ in shapes), shapes[0][1]), device)
+def make_linears(shapes: Mapping[str, tuple[int, int]], memory: WeightMemory, matmul: Matmul) -> list[BlockLinear]:
+    """Products with weights of `shapes` [N, K], by name, that are to be filled: joined, where they can be."""
+    if not can_be_joined([*shapes.values()]):
+        return [BlockLinear(empty_blocks(name, shape, memory), matmul) for name, shape in shapes.items()]
+    named = f"{next(iter(shapes))}.joined"
+    whole = empty_blocks(named, (sum(rows for rows, _ in shapes.values()), next(iter(shapes.values()))[1]), memory)
     joined, found, first = BlockLinear(whole, matmul), [], 0
-    for rows, _ in shapes:
+    for rows, _ in shapes.values():
         part = BlockFp8(whole.values[first : first + rows], whole.scales[first // BLOCK : -(-(first + rows) // BLOCK)])
         found.append(BlockLinear(part, matmul))
         found[-1].joined, found[-1].first_row = joined, first
@@ -154,14 +156,16 @@ class BlockExperts(nn.Module):
     Where rows are quantized gate lies above up in one weight [E, 2 I, K], since one launch forms both products.
     """
 
-    def __init__(self, count: int, middle: int, width: int, device: torch.device, matmul: Matmul = DECODED) -> None:
-        """Memory for `count` experts, that is to be filled; `place` the module among all."""
+    def __init__(self, name: str, sizes: tuple[int, int, int], memory: WeightMemory, matmul: Matmul = DECODED) -> None:
+        """Memory for E experts, that is to be filled, of `sizes` [E, I, K]; `place` the module among all."""
         super().__init__()
+        count, middle, width = sizes
         self.first, self.total = 0, count
         self.quantizes_rows = matmul.quantizes_rows and middle % BLOCK == 0 and width % BLOCK == 0
         self.matmul = matmul if self.quantizes_rows else DECODED
         shapes = [(count, 2 * middle, width)] if self.quantizes_rows else [(count, middle, width)] * 2
-        self.weights = [empty_blocks(shape, device) for shape in (*shapes, (count, width, middle))]
+        shapes.append((count, width, middle))
+        self.weights = [empty_blocks(f"{name}.{number}", shape, memory) for number, shape in enumerate(shapes)]
         self._middle = middle
 
     def place(self, first: int, total: int) -> BlockExperts:

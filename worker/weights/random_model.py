@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.block_weight import BlockFp8
 from worker.weights.layout import ExpertShare, TensorSpec, tensors_of
 from worker.weights.matmul import DECODED, Matmul
+from worker.weights.memory import OwnMemory
 from worker.weights.model import ModelTensors, append_draft_layer, completed, empty_model, is_held_in_fp8
 from worker.weights.synth import QUANTILE_GAIN, normal_quantiles
 
@@ -43,7 +44,8 @@ def random_model(
         append_draft_layer(model)
     specs = list(tensors_of(config, experts, draft_layer=draft_layer))
     held = {spec.name for spec in specs if fp8 and is_held_in_fp8(spec)}
-    tensors = ModelTensors(model, torch.device(device), dtype, fp8=held, matmul=matmul, experts=experts)
+    memory, place = OwnMemory(device), torch.device(device)
+    tensors = ModelTensors(model, memory, place, dtype, fp8=held, matmul=matmul, experts=experts)
     draw = _Draw(torch.device(device), seed)
     for spec in specs:
         if spec.name in held:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from worker.runners.tiny import FAMILIES
 from worker.weights import modules
 from worker.weights.layout import TensorSpec, scale_shape, tensors_of
 from worker.weights.matmul import DECODED, Matmul
+from worker.weights.memory import OwnMemory
 from worker.weights.model import held_bytes, load_model
 from worker.weights.modules import (
     Activations,
@@ -40,9 +41,13 @@ from worker.weights.writing import write_repository
 WHOLE = SMALL | MIXED | {"q_lora_rank": 128, "index_head_dim": 128, "moe_intermediate_size": 128}
 
 
+def named(shapes: Sequence[tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    return {str(number): shape for number, shape in enumerate(shapes)}
+
+
 def filled(*shapes: tuple[int, int]) -> tuple[list[BlockLinear], list[Tensor]]:
     """Products with weights of `shapes`, and those weights in float64."""
-    made, decoded = make_linears(shapes, torch.device("cpu"), DECODED), []
+    made, decoded = make_linears(named(shapes), OwnMemory("cpu"), DECODED), []
     for seed, (linear, shape) in enumerate(zip(made, shapes, strict=True)):
         weight = draw(*shape, seed=seed)
         linear.block_weight.values.copy_(weight.values)
@@ -83,7 +88,7 @@ def test_joined_products_are_those_of_each_weight(rows: int, ragged: int) -> Non
 )
 def test_weights_that_do_not_fit_together_stay_apart(shapes: list[tuple[int, int]]) -> None:
     assert not can_be_joined(shapes)
-    made = make_linears(shapes, torch.device("meta"), DECODED)
+    made = make_linears(named(shapes), OwnMemory("meta"), DECODED)
     assert [tuple(one.block_weight.values.shape) for one in made] == shapes
     assert joined_of(made) is None
 
@@ -153,8 +158,8 @@ def test_w8a8_product_of_a_gated_middle_adds_its_bias() -> None:
 @pytest.mark.parametrize("middle", [256, 192])
 def test_experts_hold_the_same_weights_in_both_forms(middle: int) -> None:
     """In whole blocks gate and up lie in one weight; others are decoded."""
-    device, hidden = torch.device("cpu"), torch.randn(7, 256)
-    exact, quantized = (BlockExperts(3, middle, 256, device, matmul).place(2, 9) for matmul in (DECODED, W8A8))
+    memory, hidden = OwnMemory("cpu"), torch.randn(7, 256)
+    exact, quantized = (BlockExperts("", (3, middle, 256), memory, it).place(2, 9) for it in (DECODED, W8A8))
     assert quantized.quantizes_rows == (middle % 128 == 0)
     shapes = {"gate": (middle, 256), "up": (middle, 256), "down": (256, middle)}
     for seed, (projection, shape) in enumerate(shapes.items()):
