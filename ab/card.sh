@@ -1,22 +1,16 @@
 #!/bin/bash
-# One worker on a card, killed under load: with a standby, then without one. At most 200 s.
-export PYTHONPATH=$PYTHONPATH:$PWD/ab HISPARSE_KERNEL_CACHE=/tmp/ab-kernels
-export TRITON_CACHE_DIR=/tmp/ab-triton
+# One worker of 10.5 GB on a card, killed under load: taken over by a standby, then started again. At most 190 s.
+export PYTHONPATH=$PYTHONPATH:$PWD/ab HISPARSE_KERNEL_CACHE=/tmp/ab-kernels TOKENIZERS_PARALLELISM=false BEGAN=$(date +%s)
 began=$SECONDS
-(python3 -X importtime -c "import worker.process" 2>/tmp/imp-cold.txt; python3 -X importtime -c "import worker.process" 2>/tmp/imp.txt; python3 -X importtime -c "import transformers.models.deepseek_v32.modeling_deepseek_v32" 2>/tmp/imp-tr.txt) &
-python3 -m hisparse.cli model synth /tmp/ab-model --like deepseek-v3.2 --layers 6 --experts 64 2>&1 | tail -2 | cut -c1-300
-wait
-echo "model $((SECONDS - began)) s; $(du -sm /tmp/ab-model | cut -f1) MB"
-python3 - <<'P'
-import re
-def tree(path, least, depth):
-    rows=[]
-    for l in open(path, errors="replace"):
-        m=re.match(r'import time:\s+(\d+) \|\s+(\d+) \|(\s+)(\S+)',l)
-        if m: rows.append((len(m[3])//2,int(m[2])//1000,m[4]))
-    print(path, " ".join(f"{'>'*d}{n}={c}" for d,c,n in rows[::-1] if c>least and d<depth)[:1500])
-tree("/tmp/imp-cold.txt", 500, 4); tree("/tmp/imp.txt", 120, 8); tree("/tmp/imp-tr.txt", 300, 5)
+mkdir -p /tmp/ab-model
+python3 - /tmp/ab-model <<'P' 2>&1 | tail -3 | cut -c1-300
+source = open("ab/card.py").read().split("def smi")[0]
+exec(compile(source, "ab/card.py", "exec"))
+make()
 P
-timeout $((195 - SECONDS + began)) python3 ab/kills.py /tmp/ab-model standby,restart 2>&1 | cut -c1-420
-for f in $(ls -t /tmp/ab/samples.* | grep -v part | head -3); do echo "== $f"; head -c 700 $f | head -1; sed -n 2,16p $f | cut -c1-190; done
+echo "model $((SECONDS - began)) s; $(du -sm /tmp/ab-model | cut -f1) MB; $(nproc) cores"
+left=$((184 - SECONDS + began))
+COUNT=300 timeout -s INT $left python3 ab/kills.py /tmp/ab-model/ck $left 2>&1 | cut -c1-400
+for f in $(grep -l "takes" /tmp/ab/samples.* | grep -v part | head -1) $(ls -tr /tmp/ab/samples.* | grep -v part | tail -2 | head -1); do echo "== $f"; head -1 $f | cut -c1-600; grep -E "^[0-9]+ (takes|model|weights|pool|device) " $f | head -22 | cut -c1-200; done
+rm -rf /tmp/ab-model
 echo "in all $((SECONDS - began)) s"

@@ -164,51 +164,26 @@ async def drive(up, kills):
             say(f"{sum(out[i] != calm[i] for i in out)} of {len(out)} differ, {sum(map(len, out.values()))} tokens")
 
 
-def main():
-    kills = sys.argv[2].split(",")
-    up = Up(*sys.argv[3:], env={"AB_SAMPLE": "1"})
+def report(up, count):
+    keep = ("ready to take over", "takes over", "weights loaded", "weights attached", "weights mapped", "weights kept", "weights held", "host pool", "graphs captured", "welcomed", "killed", "standby of", "device_bytes_left", "does not")
+    lines = [l for l in up.log().splitlines() if any(k in l for k in keep)]
+    print("\n".join(l[11:150] for l in lines[-count:]), flush=True)
+
+def life(kills, env, count, *extra):
+    up = Up(*extra, env=env)
     try:
-        say(f"first start: ready {up.wait():.1f} s")
+        say(f"ready {up.wait():.1f} s after the start of up {extra}")
         asyncio.run(drive(up, kills))
     except BaseException as error:
-        say("FAILED", repr(error))
-        print(up.log()[-2500:], flush=True)
+        say("FAILED", repr(error)); print(up.log()[-2500:], flush=True)
     finally:
+        report(up, count)
         up.stop()
-    keep = (
-        "ready to take over",
-        "takes over",
-        "loading weights",
-        "weights loaded",
-        "weights held",
-        "starting",
-        "host pool",
-        "sized",
-        "graphs captured",
-        "welcome",
-        "connected",
-        "killed",
-        "standby",
-        "metrics",
-    )
-    lines = [l for l in up.log().splitlines() if any(k in l for k in keep)]
-    print("\n".join(l[:170] for l in lines[-46:]), flush=True)
-    up2 = Up(*sys.argv[3:])
-    try:
-        say(f"second start: ready {up2.wait():.1f} s")
 
-        async def first():
-            async with hisparse.open_client(up2.info["client_endpoint"]) as client:
-                times = []
-                await one(client, prompt("f", 64), 2, times, {}, 0)
-                say(f"second start to first token {times[0][0] - up2.began:.2f} s")
-
-        asyncio.run(first())
-    except BaseException as error:
-        say("FAILED", repr(error))
-        print(up2.log()[-1500:], flush=True)
-    finally:
-        up2.stop()
-
-
+def main():
+    limit, base = float(sys.argv[2]), sys.argv[3:]
+    life(["standby", "restart"], {"AB_SAMPLE": "1"}, 34, *base)
+    say("=== without a keeper")
+    if time.monotonic() - T0 < limit - 25:
+        life(["standby"] if time.monotonic() - T0 < limit - 55 else [], {}, 14, *base, "--set", "worker.keeper=false")
 main()
