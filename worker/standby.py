@@ -17,12 +17,17 @@ signal as the order (whoever may end a process could start a second owner of its
 from __future__ import annotations
 
 import os
+import pkgutil
 import threading
 import time
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
 
+import kernels.cuda
+from kernels.cuda.triton_units import triton_unit
+from protocol.errors import ConfigError
 from protocol.logs import fields, logger
 from protocol.settings import Config, WorkerSettings
 from protocol.start_step import STANDBY, tell_step
@@ -55,6 +60,7 @@ def stand_by(config: Config, halted: threading.Event) -> MappedPool | None:
         tell_step("context")
         let_segments_grow()
         _make_context(cuda_device(settings.device))
+        _import_launchers()
     dimensions = read_dimensions(settings.model)
     geometry = geometry_of(dimensions, kv_kind(dimensions, settings), draft_layer=settings.draft_tokens_max > 0)
     pool = attach_pool(config, geometry, fingerprint(settings.model), halted)
@@ -76,6 +82,13 @@ def _import_model_code(settings: WorkerSettings) -> None:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         empty_model(config, torch.bfloat16)
+
+
+def _import_launchers() -> None:
+    """Launchers and compilers of kernels are imported when a kernel is first used: here, all of them."""
+    for module in pkgutil.iter_modules(kernels.cuda.__path__):
+        with suppress(ImportError, ConfigError):  # one that this machine lacks is no matter before it is used
+            triton_unit(module.name)
 
 
 def _make_context(device: torch.device) -> None:

@@ -107,8 +107,13 @@ def compile_unit(unit: str, defines: Defines, arch: str) -> Compiled:
 
 
 def headers_of_kernels() -> dict[str, str]:
-    """Texts of all headers in SOURCE_DIR, by the file's name."""
-    return {path.name: path.read_text() for path in sorted(SOURCE_DIR.glob("*.cuh"))}
+    """Texts of all headers in SOURCE_DIR, by the file's name; read once in a process."""
+    return _headers_in(SOURCE_DIR)
+
+
+@lru_cache(maxsize=4)
+def _headers_in(directory: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(directory.glob("*.cuh"))}
 
 
 def included(source: str, headers: Mapping[str, str]) -> dict[str, str]:
