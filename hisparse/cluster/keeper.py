@@ -9,7 +9,7 @@
               its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). A
               coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise, and so
               is a worker that has not connected, and has come no further for START_LIMIT_S; of a group, no rank
-    standby   where a worker has one that is ready, it takes over in place of a restart (hisparse.cluster.standbys),
+    standby   where a worker has one, it takes over in place of a restart (hisparse.cluster.standbys),
               once the exit of the worker is proved: `_keep` has waited for its pidfd. It counts as a restart, for the
               pause and for giving up; only the pause of a first short life is left out
     group     restarted whole. When one rank ends, the others end by themselves (hisparse.cluster.group_end), or are
@@ -277,7 +277,7 @@ class Keeper:
                 await self._tell_gone([name])
                 self._let_go(name, child)
                 return
-            standby = self._standbys if self._standbys is not None and self._standbys.is_ready(name) else None
+            standby = self._standbys if self._standbys is not None and self._standbys.has(name) else None
             if standby is not None and restarts.short_lives == 1:
                 pause_s = 0.0
             what = "its standby takes over" if standby is not None else "restarted"

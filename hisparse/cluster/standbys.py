@@ -1,13 +1,13 @@
 """Standby processes: one for each worker of a node that has `worker.standby`, started once that worker serves.
 
-    worker serves    longer than the pause before its last restart: only then a standby is started. So a request
-                     that kills its worker at once uses up one standby; what follows are restarts with their pauses
-    worker ends      its exit is proved (Keeper: by pidfd). A standby that is ready is ordered to take over: from then
-                     on it is the worker's process, and no standby. Without one the worker is started again
-    standby ends     another is started, after a pause that doubles; after too many short lives none is
-    order unheard    a standby that has not begun after HEARD_LIMIT_S hangs and is killed: the worker's end, once more
-
-Only a standby that says it is ready is taken (protocol.start_step). One that still prepares stays one.
+worker serves    longer than the pause before its last restart: only then a standby is started. So a request
+                 that kills its worker at once uses up one standby; what follows are restarts with their pauses
+worker ends      its exit is proved (Keeper: by pidfd). The standby is ordered to take over: from then on it is the
+                 worker's process, and no standby. One that still prepares is ahead of a new process and takes over
+                 once it is ready. Without one the worker is started again
+standby ends     another is started, after a pause that doubles; after too many short lives none is
+order unheard    a standby that was ready and has not begun after HEARD_LIMIT_S hangs and is killed: the worker's
+                 end, once more. One that still prepares has the time that any start has
 """
 
 from __future__ import annotations
@@ -53,20 +53,27 @@ class Standbys:
         child = self._children.get(name)
         return child is not None and child.running and child.step == STANDBY
 
+    def has(self, name: str) -> bool:
+        """Return whether worker `name` has a standby, ready or not."""
+        child = self._children.get(name)
+        return child is not None and child.running
+
     @property
     def ready(self) -> list[str]:
         """Names of the workers whose standby is ready."""
         return [name for name in self._children if self.is_ready(name)]
 
     def take_over(self, name: str) -> bool:
-        """Order the standby of `name` to take over; False: there is none that is ready.
+        """Order the standby of `name` to take over; False: there is none.
 
         Only for a worker whose exit is proved (I2): from the order on the standby writes to pages of the pool.
         """
-        if not self.is_ready(name) or not self._children[name].order():
+        was_ready = self.is_ready(name)
+        if not self.has(name) or not self._children[name].order():
             return False
         child = self._children.pop(name)
-        self._ordered[name] = child, trio.current_time() + HEARD_LIMIT_S
+        if was_ready:
+            self._ordered[name] = child, trio.current_time() + HEARD_LIMIT_S
         self._place(name, child)
         return True
 
@@ -96,7 +103,7 @@ class Standbys:
                 await trio.sleep(LOOK_INTERVAL_S)
             began = trio.current_time()
             child = self._children[name] = self._start(name)
-            if await self._until_ready(child):
+            if await self._until_ready(name, child):
                 report(f"standby of {name} is ready")
                 changed()
             status = await self._until_over(name, child)
@@ -110,11 +117,13 @@ class Standbys:
                 return
             await trio.sleep(pause_s)
 
-    async def _until_ready(self, child: Child) -> bool:
-        """Wait until `child` says that it is ready; False: it has ended."""
-        while child.running and child.step != STANDBY:  # noqa: ASYNC110 - a step is not told
+    async def _until_ready(self, name: str, child: Child) -> bool:
+        """Wait until `child` says that it is ready; False: it has ended, or has been ordered before."""
+        while child.running and self._children.get(name) is child:
+            if child.step == STANDBY:
+                return True
             await trio.sleep(LOOK_INTERVAL_S)
-        return child.running
+        return False
 
     async def _until_over(self, name: str, child: Child) -> int | None:
         """Wait until `child` has ended as a standby, and return its status; None: it is the worker now."""

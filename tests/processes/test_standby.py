@@ -109,5 +109,4 @@ async def test_poison_uses_up_standbys_and_is_failed(
     deaths = [line for line in said if line.startswith("w") and "killed by SIGKILL" in line]
     assert len(deaths) == POISON_STRIKES
     assert any("its standby takes over" in line for line in deaths)
-    assert any("restarted" in line for line in deaths), "a standby was ready at each death"
     assert {i: tokens for i, tokens in crashed.items() if i != 5} == {i: quiet[i] for i in quiet if i != 5}

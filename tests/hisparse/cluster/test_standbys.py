@@ -26,8 +26,8 @@ pytestmark = pytest.mark.process
 SAY = "import os, sys, time; say = lambda step: open('/proc/self/comm', 'w').write(step); "
 #: Prepares, waits, and takes over once it is ordered; the end of its input ends it.
 OBEYS = SAY + "say('standby'); sys.stdin.read(1) or exit(0); say('takes over'); time.sleep(60)"
-#: Prepares for ever.
-PREPARES = SAY + "say('imports'); time.sleep(60)"
+#: Prepares until `GO` is there, and then obeys.
+PREPARES = SAY + "say('imports'); GO = {!r}\nwhile not os.path.exists(GO): time.sleep(0.01)\n" + OBEYS
 
 
 class FakeNode:
@@ -101,12 +101,20 @@ async def test_no_standby_is_started_for_a_worker_that_does_not_serve(nodes: lis
         await node.until_ready(1)
 
 
-async def test_a_standby_that_prepares_is_not_taken(nodes: list[FakeNode]) -> None:
-    nodes.append(node := FakeNode(PREPARES))
+async def test_a_standby_that_prepares_takes_over_once_it_is_ready(nodes: list[FakeNode], tmp_path: Path) -> None:
+    """It is ahead of a process that is started now, and may take as long as one."""
+    nodes.append(node := FakeNode(PREPARES.format(str(tmp_path / "go")), OBEYS))
     async with node.kept():
         await until(lambda: node.started and node.started[0].step == "imports")
-        assert not node.standbys.take_over("w0")
-    assert (node.placed, [*node.standbys.children]) == ([], ["w0"])
+        assert not node.standbys.is_ready("w0")
+        assert node.standbys.take_over("w0")
+        assert node.placed == node.started
+        assert node.standbys.unheard(trio.current_time() + 2 * standbys.HEARD_LIMIT_S) == []
+        (tmp_path / "go").touch()
+        await until(lambda: node.placed[0].step == "takes over")
+        await node.until_ready(2)
+        await until(lambda: node.said)
+    assert node.said == ["standby of w0 is ready"]
 
 
 async def test_a_standby_that_dies_is_replaced_until_it_is_given_up(
