@@ -57,7 +57,7 @@ async def test_standby_takes_over_and_changes_no_output(model: Path, tmp_path: P
         async def disturb() -> None:
             nonlocal took_over
             took_over = await until_ready(cluster, "w0")
-            await until_decoding(client, "crashed-", "w0", 6)
+            await until_decoding(client, "crashed-", "w0", 12)
             assert [row.worker for row in await client.workers()] == ["w0", "w1"], "a standby has said hello"
             with trio.fail_after(LIMIT_S):
                 while (await client.workers())[0].standby != "ready":  # noqa: ASYNC110
@@ -82,7 +82,8 @@ async def test_standby_takes_over_and_changes_no_output(model: Path, tmp_path: P
         assert await decode_all(client, prompts, "after-") == quiet
         await assert_nothing_leaked(client)
     assert "lost" in events
-    assert events.count("staged") < REQUESTS * rounds + events.count("lost"), "no request was resumed"
+    if number is signal.SIGKILL:  # of a worker that is stopped less than a full page is not kept
+        assert events.count("staged") < REQUESTS * rounds + events.count("lost"), "no request was resumed"
     assert "w0 killed by SIGKILL; its standby takes over in 0 s" in said
     assert "standby of w0 killed by SIGKILL; restarted in 0.5 s" in said
 
