@@ -10,7 +10,7 @@ replayed: between steps only the inputs, the backup plan's place in its ring and
 three are outside of it. `warm_up` runs each bucket on padding, so that scratch memory, compiled kernels and library
 workspaces exist, and then captures it, the largest first: the memory of its graph serves the others. In deterministic
 mode there is one bucket, of all seats. Where requests of a lost worker wait, steps begin without graphs, which are
-captured one by one between steps (`capture_next`); until then the same operations are launched one by one.
+captured one by one between steps (`capture_next`), behind the first; until then the same operations are launched.
 
 What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns. How many rows
 a step takes of a request, and which of them hold, is said by acceptance.py; T is StepRows.backup_steps there.
@@ -308,9 +308,11 @@ class Decoder:
         return len(self._uncaptured)
 
     @property
-    def is_between_steps(self) -> bool:
-        """Whether the draws of every step have been launched."""
-        return self._begun is None
+    def may_capture(self) -> bool:
+        """Whether a graph is left to be captured, and this is the moment: behind a step, all draws of which have been
+        launched. The first step of a thread makes what libraries hold for each thread, as a handle of cuBLAS, which
+        nothing may make in a capture."""
+        return bool(self._uncaptured) and self._number > 0 and self._begun is None
 
     def capture_next(self) -> None:
         """Capture the next graph, between two steps. Blocks until the device is idle."""

@@ -307,7 +307,7 @@ class Executor:
 
     def _capture_next(self) -> bool:
         """Capture a graph that is left from the start; whether there was one."""
-        if not self._decoder.uncaptured or not self._decoder.is_between_steps:
+        if not self._decoder.may_capture:
             return False
         self._decoder.capture_next()
         if not self._decoder.uncaptured:
