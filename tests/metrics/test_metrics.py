@@ -86,6 +86,7 @@ class World:
             unreported_tokens=lambda: 11,
             reports_in_flight=lambda: 2,
             stopping=lambda: self.stopping,
+            weights=lambda: {"keeper": 0.25},
             transfers=lambda: {"receiver": self.received},
         )
 
@@ -225,6 +226,7 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
         ("2", "compute"): 0,
     }
     assert values(after["hisparse_worker_memory_units"]) == {("chunks", "used"): 6, ("chunks", "free"): 4}
+    assert values(after["hisparse_worker_weights_seconds"]) == {("keeper",): 0.25}
     assert values(after["hisparse_link_drops_total"]) == {("lost",): 2}
     assert values(after["hisparse_transfer_bytes_total"]) == {("receiver",): 500}
     assert values(after["hisparse_transfer_ended_early_total"]) == {("receiver",): 1}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -158,8 +159,13 @@ class KeptMemory:
         self._used_bytes = begin + size
         return self._at(begin, shape, dtype)
 
-    def finish(self, checkpoint: str) -> None:
-        """Seal what was loaded, if the digest of its files is `checkpoint` still. Raises TableDiffersError where more
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """See WeightMemory."""
+        row = self._rows.get(name)
+        return None if row is None else getattr(torch, row.dtype, None)
+
+    def finish(self, checkpoint: Callable[[], str]) -> None:
+        """Seal what was loaded, if `checkpoint` says that the digest of its files is what it was. Raises TableDiffersError where more
         tensors are kept than were taken."""
         if self.is_filled:
             if self._rows:
@@ -168,8 +174,8 @@ class KeptMemory:
             log.info("weights attached", extra=fields(bytes=self._used_bytes, **self._about()))
         elif not self._is_lost:
             try:
-                if checkpoint != self._identity.checkpoint:
-                    raise Unavailable("its files have changed meanwhile", field="checkpoint", value=checkpoint)
+                if (digest := checkpoint()) != self._identity.checkpoint:
+                    raise Unavailable("its files have changed meanwhile", field="checkpoint", value=digest)
                 self._seal()
                 log.info("weights kept for later workers", extra=fields(bytes=self._used_bytes, **self._about()))
             except (OSError, HiSparseError) as error:

@@ -48,7 +48,7 @@ assert ROWS_MAX * (200 + 32 + 16 * 9 + 64) < MESSAGE_BYTES_MAX  # names, dtypes,
 
 
 class WeightsIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What weights in memory follow from: two of them are the same weights exactly if all fields are equal.
+    """All that weights in memory follow from: those with equal fields are the same.
 
     `checkpoint`: digest of its files. `table`: TABLE_VERSION. `device`: CPU, or the id of a GPU. `form`: how weights
     are held and multiplied. `experts`: the share of a rank. `layers`: with a draft layer or without.

@@ -41,8 +41,9 @@ FINGERPRINT_BYTES: Final = 64 * 1024
 ERROR_CHARS_MAX: Final = 300
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint that can be served. Raises ConfigError."""
+def read_config(path: str | Path, *, with_weights: bool = True) -> dict[str, Any]:
+    """config.json of a checkpoint that can be served. Raises ConfigError, for its files of weights too unless they are
+    read later or not at all (`with_weights`)."""
     if not str(path):
         raise _refusal("no checkpoint is named", path, "pass its directory, as in --model PATH")
     _check_permissions(Path(path))
@@ -56,7 +57,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     read_quantization(config, file)
     _check_values(config, file, FIELD)
     _eos_token_ids(path, config.get("eos_token_id"), config.get("vocab_size") or VOCAB_MAX)
-    Shards.open(path).close()
+    if with_weights:
+        Shards.open(path).close()
     return config
 
 

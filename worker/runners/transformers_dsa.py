@@ -209,7 +209,7 @@ class TransformersRunner:
         mapped where it holds them already. Raises TableDiffersError where it held other tensors; then it holds none.
         """
         began = time.monotonic()
-        config, draft_layer = read_config(path), draft_tokens > 0
+        config, draft_layer = read_config(path, with_weights=False), draft_tokens > 0
         tokenizer = read_tokenizer(path)
         torch_dtype = _torch_dtype(dtype, config)
         keeps = torch.device(device).type == "cuda" if keeps_fp8 is None else keeps_fp8
@@ -285,7 +285,7 @@ class TransformersRunner:
         )
         runner.release_unused()
         if memory is not None:
-            memory.finish(weights_digest(path))
+            memory.finish(partial(weights_digest, path))
         found = "checkpoint" if memory is None else memory.source
         runner.weights_seconds[found] = time.monotonic() - began
         log.info(

@@ -1,4 +1,4 @@
-"""Where the tensors of a model lie that it reads from its checkpoint, or makes of those once."""
+"""Memory of the tensors that a model reads from its checkpoint, or makes of those once."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ class WeightMemory(Protocol):
         """The contiguous tensor of this name, which none had before."""
         ...
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor that is there, and was not given yet."""
+        ...
+
 
 class OwnMemory:
     """Memory of this process alone."""
@@ -33,3 +37,6 @@ class OwnMemory:
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from kernels.block_weight import BlockFp8
 from protocol.logs import fields, logger
 from protocol.start_step import tell_step
-from worker.weights.layout import EXPERT, ExpertShare, TensorSpec
+from worker.weights.layout import EXPERT, ExpertShare, TensorSpec, tensors_of
 from worker.weights.matching import TensorMatch, match
 from worker.weights.matmul import DECODED, Matmul
 from worker.weights.memory import OwnMemory, WeightMemory
@@ -59,7 +59,7 @@ def load_model(
     `experts`: those to read and hold, by default all. Of a share the library's modules of experts have stacks and
     `num_experts` of that many, BlockExperts `first` and `total`; which rank has a token's expert the caller decides.
     `draft_layer`: with the draft layer, as `append_draft_layer` has it. `memory`: where tensors lie, by default in this
-    process's own; nothing is read of a filled one. Without `keeps_kv_b` kv_b_proj lies elsewhere, for its halves to be
+    process's own; for a filled one no file but config.json is read. Without `keeps_kv_b` kv_b_proj lies elsewhere, for its halves to be
     made of, and has no values where those are there already. Raises ConfigError for files that do
     not make this model, before memory is taken. Host memory beyond the tensors is bounded (reading.py).
     """
@@ -68,26 +68,25 @@ def load_model(
     config = AutoConfig.from_pretrained(path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with Shards.open(path) as shards:
-        matches = match(config, shards, quantization, experts, draft_layer=draft_layer)
+    memory = memory or OwnMemory(device)
+
+    def target(fp8: Collection[str]) -> ModelTensors:
         model = empty_model(config, dtype)
         if draft_layer:
             append_draft_layer(model)
-        target = ModelTensors(
-            model,
-            memory or OwnMemory(device),
-            torch.device(device),
-            dtype,
-            keeps_kv_b=keeps_kv_b,
-            fp8={it.spec.name for it in matches if keeps_fp8 and it.scale and is_held_in_fp8(it.spec)},
-            matmul=matmul,
-            experts=experts,
-        )
-        if memory is not None and memory.is_filled:
-            target.place(shards, matches)
-        else:
-            _read(shards, matches, target)
-    return completed(model, device)
+        about: Any = {"keeps_kv_b": keeps_kv_b, "fp8": fp8, "matmul": matmul, "experts": experts}
+        return ModelTensors(model, memory, torch.device(device), dtype, **about)
+
+    if memory.is_filled:
+        specs = list(tensors_of(config, experts, draft_layer=draft_layer))
+        tensors = target({spec.name for spec in specs if _is_kept_in_fp8(memory, spec)})
+        tensors.place(specs)
+    else:
+        with Shards.open(path) as shards:
+            matches = match(config, shards, quantization, experts, draft_layer=draft_layer)
+            tensors = target({it.spec.name for it in matches if keeps_fp8 and it.scale and is_held_in_fp8(it.spec)})
+            _read(shards, matches, tensors)
+    return completed(tensors.model, device)
 
 
 def _read(shards: Shards, matches: list[TensorMatch], target: ModelTensors) -> None:
@@ -142,7 +141,7 @@ class ModelTensors:
         matmul: Matmul,
         experts: ExpertShare | None,
     ) -> None:
-        self._model, self._memory, self._device, self._dtype = model, memory, device, dtype
+        self.model, self._memory, self._device, self._dtype = model, memory, device, dtype
         self._keeps_kv_b = keeps_kv_b
         self._fp8, self._matmul = fp8, matmul
         config: Any = model.config
@@ -155,25 +154,22 @@ class ModelTensors:
         """Memory for all tensors of `matches`, and what is to be read into it."""
         for it in matches:
             scales, name = read_scales(shards, it.scale) if it.scale else None, it.spec.name
-            found = self._memory_of(shards, it)
-            if isinstance(found, BlockFp8):
-                assert scales is not None
-                found.scales.copy_(scales)
-                yield Read(name, found.values)
+            if scales is not None and name in self._fp8:
+                weight = self.blocks(it.spec)
+                weight.scales.copy_(scales)
+                yield Read(name, weight.values)
             else:
-                yield Read(name, found, scales)
+                is_rounded = DTYPES[shards.tensors[name].tensor.dtype] != self._dtype
+                yield Read(name, self.plain(it.spec, exact=is_rounded and keeps_exact(self.model, name)), scales)
 
-    def place(self, shards: Shards, matches: list[TensorMatch]) -> None:
+    def place(self, specs: Iterable[TensorSpec]) -> None:
         """Give the modules memory that is filled."""
-        for matched in matches:
-            self._memory_of(shards, matched)
-
-    def _memory_of(self, shards: Shards, matched: TensorMatch) -> BlockFp8 | Tensor:
-        name = matched.spec.name
-        if matched.scale and name in self._fp8:
-            return self.blocks(matched.spec)
-        is_rounded = DTYPES[shards.tensors[name].tensor.dtype] != self._dtype
-        return self.plain(matched.spec, exact=is_rounded and keeps_exact(self._model, name))
+        for spec in specs:
+            if spec.name in self._fp8:
+                self.blocks(spec)
+            else:
+                is_exact = self._memory.dtype_of(spec.name) == torch.float32 and keeps_exact(self.model, spec.name)
+                self.plain(spec, exact=is_exact)
 
     def blocks(self, spec: TensorSpec) -> BlockFp8:
         """Memory for a weight that stays FP8."""
@@ -207,7 +203,7 @@ class ModelTensors:
             made = make_linears(shapes, self._memory, self._matmul)
             for one, linear in zip(names, made, strict=True):
                 parent, _, leaf = one.rpartition(".")
-                setattr(self._model.get_submodule(parent), leaf, linear)
+                setattr(self.model.get_submodule(parent), leaf, linear)
                 self._linears[one] = linear
         return self._linears[name].block_weight
 
@@ -223,12 +219,12 @@ class ModelTensors:
         return [name]
 
     def _library(self, name: str) -> Any:
-        return self._model.get_submodule(name)
+        return self.model.get_submodule(name)
 
     def _expert(self, prefix: str, number: str, projection: str) -> Tensor:
         """The slice of the library's stacks: gate and up side by side in one, down in another."""
         if prefix not in self._stacks:
-            module: Any = self._model.get_submodule(prefix)
+            module: Any = self.model.get_submodule(prefix)
             pair = [
                 self._memory.empty(f"{prefix}.{name}", (self._share.count, *stack.shape[1:]), self._dtype)
                 for name, stack in (("gate_up_proj", module.gate_up_proj), ("down_proj", module.down_proj))
@@ -242,18 +238,18 @@ class ModelTensors:
 
     def _expert_blocks(self, prefix: str, number: str, projection: str) -> BlockFp8:
         if prefix not in self._blocks:
-            config: Any = self._model.config
+            config: Any = self.model.config
             sizes = self._share.count, config.moe_intermediate_size, config.hidden_size
             blocks = BlockExperts(prefix, sizes, self._memory, self._matmul)
             blocks.place(self._share.first, config.n_routed_experts)
             parent, _, name = prefix.rpartition(".")
-            setattr(self._model.get_submodule(parent), name, blocks)
+            setattr(self.model.get_submodule(parent), name, blocks)
             self._blocks[prefix] = blocks
         return self._blocks[prefix].weight(projection.removesuffix("_proj"), int(number) - self._share.first)
 
     def _module_of(self, name: str) -> tuple[nn.Module, str]:
         parent, _, leaf = name.rpartition(".")
-        return self._model.get_submodule(parent), leaf
+        return self.model.get_submodule(parent), leaf
 
 
 def keeps_exact(model: Any, name: str) -> bool:
@@ -264,6 +260,12 @@ def keeps_exact(model: Any, name: str) -> bool:
     rounded is held in float32.
     """
     return any(re.search(pattern, name) for pattern in model._keep_in_fp32_modules_strict)
+
+
+def _is_kept_in_fp8(memory: WeightMemory, spec: TensorSpec) -> bool:
+    """Return whether filled `memory` has a tensor in FP8: there is none in its plain form."""
+    found = EXPERT.match(spec.name)
+    return is_held_in_fp8(spec) and memory.dtype_of(f"{found[1]}.gate_up_proj" if found else spec.name) is None
 
 
 def is_held_in_fp8(spec: TensorSpec) -> bool:

@@ -60,7 +60,11 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*_: object) -> None:
         raise AssertionError("weights are read")
 
-    return lambda: monkeypatch.setattr(weights_model, "read_all", refuse)
+    def end() -> None:
+        monkeypatch.setattr(weights_model, "read_all", refuse)
+        monkeypatch.setattr(weights_model.Shards, "open", refuse)
+
+    return end
 
 
 def tensors_of(root: object) -> list[Tensor]:
@@ -203,7 +207,7 @@ def test_a_table_of_other_code_is_loaded_anew(checkpoints: dict[str, Path], keep
     with pytest.MonkeyPatch.context() as patch:
         finish = KeptMemory.finish
 
-        def finished(it: KeptMemory, digest: str) -> None:
+        def finished(it: KeptMemory, digest: Callable[[], str]) -> None:
             changes[kept](it)
             finish(it, digest)
 
@@ -234,7 +238,7 @@ def test_a_write_to_mapped_weights_ends_the_process(keeper: Path) -> None:
             "from worker.keeper.memory import find_memory;"
             "it = find_memory(Path(sys.argv[1]), IDENTITY, torch.device('cpu'));"
             f"assert it.is_filled == {bool(found)};"
-            "one = it.empty('x', (5,), torch.float32); it.is_filled or one.fill_(3.0); it.finish('0123');"
+            "one = it.empty('x', (5,), torch.float32); it.is_filled or one.fill_(3.0); it.finish(lambda: '0123');"
             "assert one.sum() == 15; print('mapped', flush=True); one[0] = 1.0; print('written')"
         )
         done = subprocess.run([sys.executable, "-c", code, str(keeper)], cwd=ROOT, capture_output=True, check=False)
