@@ -237,7 +237,7 @@ CLUSTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
         "processes",
         "Standbys that are ready to take over from the worker; of workers that are to have one.",
         "Would the death of a worker cost seconds?",
-        lambda it: {row.worker: float(row.standby == "ready") for row in it.workers if row.standby},
+        lambda view: {row.worker: float(row.standby == "ready") for row in view.workers if row.standby},
         labels="worker",
     ),
     gauge(

@@ -92,7 +92,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.pool_hold = PoolHold(self.pool)
-        names = [it.name for it in self.placed if it.standbys]
+        names = [settings.name for settings in self.placed if settings.standbys]
         self.standbys = Standbys(names, self._start_standby, self._take_place)
         self.keepers = WeightKeepers(_report)
 
@@ -127,7 +127,7 @@ class Cluster:
         self.workers[name] = child
 
     def _settings(self, name: str) -> WorkerSettings:
-        return next(it for it in self.placed if it.name == name)
+        return next(settings for settings in self.placed if settings.name == name)
 
     def add_http(self) -> None:
         self.http = start_child(HTTP, self.config, self.log_dir, self.ready_fd)
