@@ -228,7 +228,10 @@ NOT_ATTESTED: Final = 0, 0, ""
 
 
 class WorkerJoined(JournalEntry, frozen=True, tag="joined"):
-    """An epoch of a worker, and its process: `started` in clock ticks after boot `boot`; 0: not attested."""
+    """An epoch of a worker, and its process: `started` in clock ticks after boot `boot`; 0: not attested.
+
+    `first_epoch`: that of the process; 0: unknown.
+    """
 
     node: str
     worker: str
@@ -239,12 +242,13 @@ class WorkerJoined(JournalEntry, frozen=True, tag="joined"):
     started: int = 0
     boot: str = ""
     member: GroupMember | None = None
+    first_epoch: int = 0
 
 
 class WorkerDrained(JournalEntry, frozen=True, tag="drained"):
     """No request is placed on `worker`; after `until_s`, in seconds since 1970, its requests are retracted.
 
-    Holds for one process: for `epoch`, and for the next epoch if its number follows.
+    Holds for one process: for `epoch`, and for its later epochs.
     """
 
     worker: str

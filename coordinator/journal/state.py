@@ -48,7 +48,7 @@ from coordinator.journal.records import (
     news_of,
 )
 from coordinator.memory.changes import Change, Reserve, apply
-from coordinator.memory.ledger import EpochKey, Ledger, follows
+from coordinator.memory.ledger import EpochKey, Ledger, is_same_process
 from coordinator.tokens.token_log import OutputPart, TokenLog
 from protocol.arrays import unpack_int32
 from protocol.errors import InternalError
@@ -133,7 +133,7 @@ class JournalState:
                 self.pools[node] = record
             case WorkerJoined(worker=worker, epoch=epoch):
                 self.workers[worker, epoch] = record
-                self._note_drain_of_next(worker, epoch)
+                self._note_drain_of_next(record)
             case WorkerUndrained(worker):
                 self.drains.pop(worker, None)
             case WorkerDrained(worker):
@@ -142,13 +142,13 @@ class JournalState:
                 if len(self.drains) > DRAINS_MAX:
                     del self.drains[next(iter(self.drains))]
 
-    def _note_drain_of_next(self, worker: str, epoch: int) -> None:
-        """A drain continues with the next epoch of the same process, and ends with another process."""
-        drained = self.drains.get(worker)
-        if drained is not None and drained.epoch != epoch:
-            self.drains.pop(worker)
-            if follows(epoch, drained.epoch):
-                self.drains[worker] = msgspec.structs.replace(drained, epoch=epoch)
+    def _note_drain_of_next(self, joined: WorkerJoined) -> None:
+        """A drain continues with later epochs of the same process, and ends with another process."""
+        drained = self.drains.get(joined.worker)
+        if drained is not None and drained.epoch != joined.epoch:
+            self.drains.pop(joined.worker)
+            if is_same_process(drained.epoch, joined.epoch, joined.first_epoch):
+                self.drains[joined.worker] = msgspec.structs.replace(drained, epoch=joined.epoch)
 
     def _note_strikes(self, struck: RequestsStruck) -> None:
         arrays = (unpack_int32(it, "struck").tolist() for it in (struck.request_indices, struck.strikes, struck.marks))

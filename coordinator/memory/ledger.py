@@ -43,10 +43,13 @@ NO_PAGES: Final[Int32Array] = np.zeros(0, dtype=np.int32)
 NO_PAGES.flags.writeable = False
 
 
-def follows(epoch: int, before: int) -> bool:
-    """Return whether `epoch` is of the process that `before` was of, which has begun anew: the numbers of another
-    process's begin at another moment, in milliseconds (worker/process.py)."""
-    return epoch == before + 1
+def is_same_process(before: int, epoch: int, first_epoch: int) -> bool:
+    """Return whether the process of `epoch` was there in `before`.
+
+    Its epochs count on from `first_epoch`, the moment of its start in milliseconds (worker/process.py); 0: unknown, and
+    epochs that follow each other are of one process.
+    """
+    return (first_epoch or epoch - 1) <= before <= epoch
 
 
 @dataclass(slots=True)

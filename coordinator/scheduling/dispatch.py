@@ -305,7 +305,7 @@ class Dispatch:
         self.placement_table.add_worker(worker)
         self.dirty = True
         about = worker.node, worker.name, worker.epoch, worker.capacity, worker.model
-        joined = journal.WorkerJoined(*about, *process, member=worker.member)
+        joined = journal.WorkerJoined(*about, *process, worker.member, worker.first_epoch)
         return _effects(LedgerStep(worker.node, AddWorker(worker.name, worker.epoch, worker.capacity), joined))
 
     def worker_down(

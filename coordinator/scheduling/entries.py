@@ -53,6 +53,7 @@ class WorkerEntry:
     awaited: bool = False  # known from the journal; its inventory is to come
     receiver: bytes = b""  # where it takes host pages of other nodes in; empty: nowhere
     pid: int = 0
+    first_epoch: int = 0  # of its process; 0: unknown
     member: GroupMember | None = None  # as a rank of a group
     ranks_missing: tuple[int, ...] = ()  # of its group: what PlacementTable noted last (coordinator.scheduling.groups)
     shrunk_at: float = 0.0

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from coordinator.journal.records import DRAINS_MAX, RequestFacts, RequestOrdered, RequestPlaced
 from coordinator.journal.state import RequestRecord
-from coordinator.memory.ledger import EpochKey, Ledger, follows
+from coordinator.memory.ledger import EpochKey, Ledger, is_same_process
 from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
 from coordinator.scheduling.groups import life_of, missing_of, ranks_of
 from coordinator.scheduling.poison import PoisonDetector
@@ -317,7 +317,7 @@ class PlacementTable:
                 worker.sizes = other.sizes
         self.workers[worker.name] = worker
         epoch, drain = self.drains.pop(worker.name, (0, None))
-        if worker.epoch == epoch or follows(worker.epoch, epoch):
+        if is_same_process(epoch, worker.epoch, worker.first_epoch):
             self.drain(worker, drain)
         self._note_group(worker)
 

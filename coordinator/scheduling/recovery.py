@@ -91,7 +91,15 @@ def restore(journal_state: JournalState, place: Place, ports: Mapping[EpochKey, 
         joined = journal_state.workers[name, epoch]
         placement_table.add_worker(
             WorkerEntry(
-                name, joined.node, epoch, joined.capacity, joined.model, port, awaited=True, member=joined.member
+                name,
+                joined.node,
+                epoch,
+                joined.capacity,
+                joined.model,
+                port,
+                awaited=True,
+                first_epoch=joined.first_epoch,
+                member=joined.member,
             )
         )
     for life in _lives_ended(journal_state):

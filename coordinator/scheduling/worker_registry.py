@@ -108,9 +108,17 @@ class WorkerRegistry:
             self._epochs.popitem(last=False)
         self._gone.pop(hello.worker, None)
         self._note_member(hello.member)
-        about = hello.capacity, hello.model, port
         return WorkerEntry(
-            hello.worker, hello.node, hello.epoch, *about, receiver=hello.receiver, pid=hello.pid, member=hello.member
+            hello.worker,
+            hello.node,
+            hello.epoch,
+            hello.capacity,
+            hello.model,
+            port,
+            receiver=hello.receiver,
+            pid=hello.pid,
+            first_epoch=hello.first_epoch,
+            member=hello.member,
         )
 
     def recover(self, opened: PoolOpened, joined: Sequence[WorkerJoined]) -> None:

@@ -149,6 +149,7 @@ class SchedulerRig:
         self.links: dict[str, FakeLink] = {}
         self.zombies: list[FakeLink] = []
         self.epochs = 0
+        self.first_epoch = 0  # of a worker's process; 0: unknown
         supervisor.start(self.scheduler)
 
     # ---------------------------------------------------------------- workers
@@ -158,7 +159,7 @@ class SchedulerRig:
     ) -> FakeLink:
         self.epochs += 1
         link = FakeLink(self, name, node, self.epochs, self.epochs, **counts)
-        link.hello = msgspec.structs.replace(link.hello, member=member)
+        link.hello = msgspec.structs.replace(link.hello, member=member, first_epoch=self.first_epoch)
         await self.scheduler.worker_up(link.hello, link)
         self.links[name] = link
         return link

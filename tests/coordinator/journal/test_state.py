@@ -172,7 +172,9 @@ class JournalMachine(RuleBasedStateMachine):
     def join(self, name: str) -> None:
         if not self.ledger.has_live(name):
             self.epochs += 1
-            joined = WorkerJoined("n0", name, self.epochs, capacity(host_pages=PAGES), MODEL, 4711, 5, "boot")
+            first = self.epochs - self.epochs % 3
+            process = 4711, 5, "boot", None, first
+            joined = WorkerJoined("n0", name, self.epochs, capacity(host_pages=PAGES), MODEL, *process)
             self.change(AddWorker(name, self.epochs, joined.capacity), joined)
 
     @precondition(lambda self: self.live)
@@ -300,7 +302,7 @@ class JournalMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0), undrain=st.booleans())
     def drain(self, pick: int, undrain: bool) -> None:
-        """Some are joined again with the number that follows, and stay drained."""
+        """Some are joined again by the same process, and stay drained."""
         joined = self.live[pick % len(self.live)]
         self.write(
             WorkerUndrained(joined.worker)

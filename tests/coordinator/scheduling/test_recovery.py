@@ -530,9 +530,10 @@ async def test_drain_is_answered_once_durable(autojump_clock: trio.testing.MockC
 
 
 async def test_drain_applies_to_a_process_not_an_epoch(autojump_clock: trio.testing.MockClock) -> None:
-    """Declared down and begun anew, a worker is drained; started anew, it is not."""
+    """Declared down and begun anew, a worker is drained, also where an epoch between was not written; started anew,
+    it is not. A worker that does not say its first epoch is the same in the next one alone."""
     groups: list[list[Record]] = []
-    for epoch, is_drained in ((2, True), (500, False)):
+    for epoch, first, is_drained in ((2, 0, True), (3, 0, False), (3, 1, True), (500, 500, False)):
         async with Life.over() as life:
             await life.add_worker("w0")
             await life.scheduler.drain(("w0",), "me", handover=False, deadline_s=50.0)
@@ -540,7 +541,7 @@ async def test_drain_applies_to_a_process_not_an_epoch(autojump_clock: trio.test
             await life.settle()
             groups = life.store.groups
         async with Life.over(groups) as life:
-            life.epochs = epoch - 1
+            life.epochs, life.first_epoch = epoch - 1, first
             await life.add_worker("w0")
             await life.settle()
             assert bool(drained(life)) == is_drained
