@@ -38,7 +38,11 @@ class WeightKeepers:
         if kept is not None:
             self.report(f"{kept.name} {exit_text(kept.process.returncode)}: {name} loads its weights once more")
             kept.close()
-        self.children[name] = start_weight_keeper(config, log_dir)
+            del self.children[name]
+        try:
+            self.children[name] = start_weight_keeper(config, log_dir)
+        except OSError as error:
+            self.report(f"no keeper for the weights of {name}: {error}")
 
 
 def start_weight_keeper(config: Config, log_dir: Path | None) -> Child:

@@ -106,7 +106,10 @@ class KeeperLink:
         data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES_MAX, 1)
         if not data:
             raise Unavailable("has gone", field="keeper", value=os.getpid())
-        message = decode_keeper(data)
+        try:
+            message = decode_keeper(data)
+        except msgspec.MsgspecError as error:  # of another release
+            raise ProtocolError(f"not readable: {error}", field="keeper", value=f"{len(data)} bytes") from error
         if isinstance(message, KeeperRefuses):
             raise Unavailable(message.reason, field="keeper", value=os.getpid())
         return message, descriptors
@@ -130,17 +133,20 @@ class KeptMemory:
         return "keeper" if self.is_filled else "checkpoint"
 
     def ask(self, *, replaces: bool = False) -> KeptMemory:
-        """This memory, attached or to be filled. Raises OSError, HiSparseError."""
-        self._link.send(AskWeights(self._identity, replaces))
-        answer = self._link.receive(WeightsHeld | WeightsDiffer | FillWeights)  # type: ignore[arg-type]
+        """This memory, attached or to be filled. Raises OSError, HiSparseError; then nothing is mapped."""
+        try:
+            self._link.send(AskWeights(self._identity, replaces))
+            answer = self._link.receive(WeightsHeld | WeightsDiffer | FillWeights)  # type: ignore[arg-type]
+            is_whole = not isinstance(answer, WeightsHeld) or self._attach(answer)
+        except (OSError, HiSparseError):
+            self._mapping.close()
+            raise
         if isinstance(answer, WeightsDiffer):
             log.warning("other weights are kept: they are replaced", extra=fields(differ=", ".join(answer.fields)))
             return self.ask(replaces=True)
-        if isinstance(answer, WeightsHeld) and not self._attach(answer):
-            return self.replaced()
-        return self
+        return self if is_whole else self._replaced()
 
-    def replaced(self) -> KeptMemory:
+    def _replaced(self) -> KeptMemory:
         """Memory to be filled in place of this one, of which no tensor is used any more. Raises as `ask`."""
         self._mapping.close()
         return KeptMemory(self._link, self._identity, self._device).ask(replaces=True)
@@ -165,8 +171,8 @@ class KeptMemory:
         return None if row is None else getattr(torch, row.dtype, None)
 
     def finish(self, checkpoint: Callable[[], str]) -> None:
-        """Seal what was loaded, if `checkpoint` says that the digest of its files is what it was. Raises TableDiffersError where more
-        tensors are kept than were taken."""
+        """Seal what was loaded, if `checkpoint` says that the digest of its files is what it was. Raises
+        TableDiffersError where more tensors are kept than were taken."""
         if self.is_filled:
             if self._rows:
                 raise self._differs(next(iter(self._rows)), "is kept, and the model has none")

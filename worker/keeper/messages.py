@@ -24,8 +24,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 MESSAGE_BYTES_MAX: Final = 64 * 1024
-#: Bytes of one piece of memory, which has a descriptor of its own. On a GPU a multiple of what it maps, and small, since
-#: the last piece is taken whole. On the host pages are taken as they are written, and a process has few descriptors.
+#: Bytes of one piece of memory, which has a descriptor of its own. On a GPU a multiple of what it maps, and small: the
+#: last piece is taken whole. On the host pages are taken as they are written, and a process has few descriptors.
 GPU_SEGMENT_BYTES: Final = 128 << 20
 HOST_SEGMENT_BYTES: Final = 16 << 30
 #: Bytes of a model.

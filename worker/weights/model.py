@@ -59,9 +59,9 @@ def load_model(
     `experts`: those to read and hold, by default all. Of a share the library's modules of experts have stacks and
     `num_experts` of that many, BlockExperts `first` and `total`; which rank has a token's expert the caller decides.
     `draft_layer`: with the draft layer, as `append_draft_layer` has it. `memory`: where tensors lie, by default in this
-    process's own; for a filled one no file but config.json is read. Without `keeps_kv_b` kv_b_proj lies elsewhere, for its halves to be
-    made of, and has no values where those are there already. Raises ConfigError for files that do
-    not make this model, before memory is taken. Host memory beyond the tensors is bounded (reading.py).
+    process's own; for a filled one no file but config.json is read. Without `keeps_kv_b` kv_b_proj lies elsewhere, for
+    its halves to be made of, and has no values where those are there already. Raises ConfigError for files that do not
+    make this model, before memory is taken. Host memory beyond the tensors is bounded (reading.py).
     """
     from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""What connects to a keeper: other users, hostile bytes, orders out of place, crowds. It serves its worker all the same."""
+"""Attacks on a keeper: other users, hostile bytes, orders out of place, crowds. It serves its worker all the same."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests import ROOT
 from tests.support.keeper_rig import IDENTITY, LIMIT_S, connected, keeping
 from worker.keeper import process
 from worker.keeper.messages import (
@@ -217,10 +216,8 @@ def memfds() -> int:
     """Memory that this process, which is the keeper's, has open."""
     found = 0
     for it in Path("/proc/self/fd").iterdir():
-        try:
+        with suppress(FileNotFoundError):
             found += os.readlink(it).startswith("/memfd:weights")
-        except FileNotFoundError:
-            pass
     return found
 
 

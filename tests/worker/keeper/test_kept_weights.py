@@ -6,8 +6,10 @@ import gc
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -287,6 +289,29 @@ def test_weights_of_another_users_keeper_are_not_taken(
         monkeypatch.setattr(credentials.os, "geteuid", lambda: uid + 1)
         assert find_memory(path, IDENTITY, CPU) is None
     assert "another user" in str(caplog.records[0].fields["cause"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("answer", [None, b"\xc1", b"", b"\x81\xa4type\xa4grow"], ids=["none", "bytes", "end", "other"])
+def test_a_keeper_that_does_not_answer_as_this_one_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes | None
+) -> None:
+    """One that is stopped, or of another release."""
+    monkeypatch.setattr(kept_memory, "ANSWER_LIMIT_S", 0.3)
+    path = tmp_path / "weights.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def reply() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(9_999)
+                if answer:
+                    connection.send(answer)
+
+        other = threading.Thread(target=reply if answer is not None else lambda: None)
+        other.start()
+        assert find_memory(path, IDENTITY, CPU) is None
+        other.join()
 
 
 def test_settings_that_shape_weights_are_their_identity() -> None:
