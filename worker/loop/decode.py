@@ -309,9 +309,9 @@ class Decoder:
 
     @property
     def may_capture(self) -> bool:
-        """Return whether a graph is left to be captured, and this is the moment: behind a step, all draws of which have been
-        launched. The first step of a thread makes what libraries hold for each thread, as a handle of cuBLAS, which
-        nothing may make in a capture."""
+        """Return whether a graph is left to be captured, and this is the moment: behind a step, all draws of which have
+        been launched. The first step of a thread makes what libraries hold for each thread, as a handle of cuBLAS,
+        which nothing may make in a capture."""
         return bool(self._uncaptured) and self._number > 0 and self._begun is None
 
     def capture_next(self) -> None:
