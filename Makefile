@@ -46,12 +46,12 @@ test-all: style prometheus
 suite: $(STAMP)
 	$(PARALLEL) --durations=20 -m "$(APART)" --part=$(PART) $(PYTEST_FLAGS)
 
-# What to run before each commit: no processes, no models.
+# What to run before each commit: no processes, no models, no planted bugs.
 check: style
 	$(MAKE) --no-print-directory --jobs=2 types cores
 
 cores: $(STAMP)
-	$(PARALLEL) -m "not process and not fuzz and not pd" $(CHECKED) $(PYTEST_FLAGS)
+	$(PARALLEL) -m "not process and not fuzz and not pd and not mutation" $(CHECKED) $(PYTEST_FLAGS)
 
 # Page transfer through the engines that cross nodes. Their wheels (170 MB) are not part of `make test`, which skips these.
 transfer-test: $(STAMP)

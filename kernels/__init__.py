@@ -19,7 +19,7 @@ Internal to hisparse: programs import `hisparse.kernels`, which offers the contr
     copy_rows     device rows to host pages and back
     check, integrity   checks of arguments; consistency of a seat's tables
 
-    reference/    all of them in torch; what runs on the CPU
+    reference/    all of them in torch or numpy; what runs on the CPU
     cuda/         launchers for GPUs; their CUDA C++ in cuda/src/, compiled at worker start (by compile.py for every
                   architecture)
 

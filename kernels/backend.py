@@ -1,4 +1,4 @@
-"""Chooses the code that runs a kernel: CUDA for a state on a GPU, vectorised torch (the reference) for one on the CPU.
+"""Chooses the code that runs a kernel: CUDA for a state on a GPU, the reference in torch and numpy for one on the CPU.
 
 The public functions of kernels/*.py are the list of kernels. Each checks its arguments, then calls the function of its
 own name in the module of its own name: kernels.cuda.swap_in.swap_in, kernels.reference.swap_in.swap_in.

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.layout import SLOT_ABSENT
-from kernels.reference.lru import slot_rows
-from kernels.state import SLOT_MASK, DeviceState
+from kernels.state import SLOT_MASK, DeviceState, slot_rows
 from protocol.errors import InternalError
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 
@@ -32,7 +31,7 @@ def check_state(state: DeviceState, seat: int, length: int) -> None:
     if not hot_slots:
         return
     device = state.rows.device
-    rows = slot_rows(state, torch.tensor([seat], device=device), hot_slots + state.tail_slots)[0]
+    rows = slot_rows(state, seat, hot_slots + state.tail_slots)
     reach = length + state.seat_rows - 1  # tokens of rejected rows lie below it
     pages = state.index_table[seat, : pages_for(reach)].long()
     held = (pages >= 0).repeat_interleave(PAGE_TOKENS)[:reach]

@@ -344,10 +344,11 @@ def real_rows(batch: StepBatch) -> Tensor:
     return (seats < batch.num_real).repeat(batch.seat_rows) & (batch.lengths >= 1)
 
 
-def table_entries(table: Tensor, seats: Tensor, places: Tensor) -> Tensor:
-    """`table[seats, places]` as int64, -1 where a place lies beyond the table. Arguments broadcast."""
-    last = table.shape[1] - 1
-    return torch.where(places <= last, table[seats, places.clamp(max=last)], -1).long()
+def slot_rows(state: DeviceState, seat: int, slots: int) -> Tensor:
+    """Device rows of slots 0..slots-1 of `seat`: int64[slots]; negative where there is no chunk."""
+    chunks = state.chunk_table[seat, : -(-slots // PAGE_TOKENS)].long()
+    rows = chunks.unsqueeze(-1) * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=chunks.device)
+    return rows.flatten()[:slots]
 
 
 def _seated(state: DeviceState, batch: StepBatch) -> Tensor:

@@ -1,9 +1,10 @@
-"""copy_rows in torch. Contract: kernels/copy_rows.py."""
+"""copy_rows in numpy, over the tensors of a CPU. Contract: kernels/copy_rows.py."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.reference.lru import Ints
 from kernels.state import DeviceState
 
 
@@ -21,11 +22,12 @@ def copy_rows_to_host(
         return
     rows, keys, pages, offsets = places
     chosen = slice(layers.start, layers.stop)
-    ids, rows = state.layer_ids[chosen], rows[chosen]
+    ids, rows = state.layer_ids.numpy()[chosen], rows[chosen]
     for host, device in zip(state.host_row_words, state.row_words, strict=True):
-        host[pages, ids, offsets] = device[ids, rows]
+        host.numpy()[pages, ids, offsets] = device.numpy()[ids, rows]
     if keys is not None:
-        state.host_key_words[pages, state.group_ids, offsets] = state.key_words[state.group_ids, keys]
+        groups = state.group_ids.numpy()
+        state.host_key_words.numpy()[pages, groups, offsets] = state.key_words.numpy()[groups, keys]
 
 
 def copy_rows_to_device(
@@ -43,25 +45,29 @@ def copy_rows_to_device(
     rows, keys, pages, offsets = places
     for host, device in zip(state.host_row_words, state.row_words, strict=True):
         for layer in layers:
-            device[layer][rows[layer]] = host[pages, layer, offsets]
+            device[layer].numpy()[rows[layer]] = host.numpy()[pages, layer, offsets]
     if keys is not None:
-        state.key_words[state.group_ids, keys] = state.host_key_words[pages, state.group_ids, offsets]
+        _keys_to_device(state, keys, pages, offsets)
 
 
 def copy_keys_to_device(state: DeviceState, index_row: Tensor, host_page: Tensor, host_offset: Tensor) -> None:
     """See kernels.copy_rows."""
-    wanted = (host_page >= 0).nonzero().flatten()
-    keys, pages, offsets = (tensor[wanted].long() for tensor in (index_row, host_page, host_offset))
-    state.key_words[state.group_ids, keys] = state.host_key_words[pages, state.group_ids, offsets]
+    (wanted,) = (host_page.numpy() >= 0).nonzero()
+    _keys_to_device(state, *(tensor.numpy()[wanted] for tensor in (index_row, host_page, host_offset)))
+
+
+def _keys_to_device(state: DeviceState, keys: Ints, pages: Ints, offsets: Ints) -> None:
+    groups = state.group_ids.numpy()
+    state.key_words.numpy()[groups, keys] = state.host_key_words.numpy()[pages, groups, offsets]
 
 
 def _places(
     state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor] | None:
-    """Rows by layer int64[L, n], key rows, pages and offsets int64[n]; None when there is nothing to copy."""
-    wanted = (host_page >= 0).nonzero().flatten()
+) -> tuple[Ints, Ints | None, Ints, Ints] | None:
+    """Rows by layer int32[L, n], key rows, pages and offsets int32[n]; None when there is nothing to copy."""
+    (wanted,) = (host_page.numpy() >= 0).nonzero()
     if not len(wanted):
         return None
-    rows = device_row[:, wanted].long()[state.group_of_layer]
-    keys = None if index_row is None else index_row[wanted].long()
-    return rows, keys, host_page[wanted].long(), host_offset[wanted].long()
+    rows = device_row.numpy()[:, wanted][state.group_of_layer.numpy()]
+    keys = None if index_row is None else index_row.numpy()[wanted]
+    return rows, keys, host_page.numpy()[wanted], host_offset.numpy()[wanted]

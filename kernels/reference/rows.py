@@ -1,27 +1,29 @@
-"""rows in torch. Contract: kernels/rows.py."""
+"""rows in numpy, over the tensors of a CPU. Contract: kernels/rows.py."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.reference.lru import Ints
 from kernels.state import DeviceState, StepBatch, Tripwire
 from protocol.units import PAGE_TOKENS
 
 
 def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor, plane: int = 0) -> None:
     """See kernels.rows."""
-    _scatter(state.row_words[plane][layer], batch.new_rows[state.geometry.group_of_layer[layer]], rows)
+    _scatter(state.row_words[plane][layer], batch.new_rows[state.geometry.group_of_layer[layer]].numpy(), rows)
 
 
 def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Tensor) -> None:
     """See kernels.rows."""
-    _scatter(state.key_words[group], batch.new_index_rows, keys)
+    _scatter(state.key_words[group], batch.new_index_rows.numpy(), keys)
 
 
 def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0) -> Tensor:
     """See kernels.rows."""
-    return _gather(state.row_words[plane][layer], out_rows.flatten()).view(*out_rows.shape, -1)
+    return _gather(state.row_words[plane][layer], out_rows.flatten().numpy()).view(*out_rows.shape, -1)
 
 
 def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor, plane: int = 0) -> None:
@@ -45,19 +47,21 @@ def read_index_keys(state: DeviceState, group: int, seat: int, stop: int, *, sta
     return _gather(state.key_words[group], _places(state, state.index_table[seat], start, stop))
 
 
-def _scatter(words: Tensor, places: Tensor, data: Tensor) -> None:
-    held = (places >= 0).nonzero().flatten()
-    words[places[held].long()] = data[held].view(words.dtype)
+def _scatter(words: Tensor, places: Ints, data: Tensor) -> None:
+    target, (held,) = words.numpy(), (places >= 0).nonzero()
+    target[places[held]] = data.numpy()[held].view(target.dtype)
 
 
-def _gather(words: Tensor, places: Tensor) -> Tensor:
-    data = words.index_select(0, places.clamp(min=0))
-    return data.masked_fill_((places < 0).unsqueeze(1), 0).view(torch.uint8)
+def _gather(words: Tensor, places: Ints) -> Tensor:
+    data = words.numpy().take(np.maximum(places, 0), axis=0)
+    data[places < 0] = 0
+    return torch.from_numpy(data.view(np.uint8))
 
 
-def _places(state: DeviceState, table: Tensor, start: int, stop: int) -> Tensor:
+def _places(state: DeviceState, table: Tensor, start: int, stop: int) -> Ints:
     """Rows of positions start..stop-1 through a seat's table of pages: int64[stop-start], -1 where not granted."""
-    positions = torch.arange(start, stop)
-    pages = table[positions // PAGE_TOKENS].long()
-    state.tripwires[Tripwire.UNGRANTED] += (pages < 0).sum()
-    return torch.where(pages < 0, -1, pages * PAGE_TOKENS + positions % PAGE_TOKENS)
+    positions = np.arange(start, stop)
+    pages = table.numpy()[positions // PAGE_TOKENS].astype(np.int64)
+    state.tripwires.numpy()[Tripwire.UNGRANTED] += np.count_nonzero(pages < 0)
+    rows: Ints = np.where(pages < 0, -1, pages * PAGE_TOKENS + positions % PAGE_TOKENS)
+    return rows

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.lru import slot_rows
-from kernels.state import ABSENT, UNLIMITED, DeviceState, Tripwire
+from kernels.state import ABSENT, UNLIMITED, DeviceState, Tripwire, slot_rows
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 
 
@@ -130,7 +129,7 @@ def _empty(state: DeviceState, rows: Tensor) -> None:
 
 def _rows(state: DeviceState, seat: int, hot_slots: int) -> Tensor:
     """Device rows of every slot of the chunks of a buffer of `hot_slots`: int64[managed_chunks * 64]."""
-    return slot_rows(state, torch.tensor([seat]), managed_chunks(hot_slots) * PAGE_TOKENS)[0]
+    return slot_rows(state, seat, managed_chunks(hot_slots) * PAGE_TOKENS)
 
 
 def _index_rows(state: DeviceState, seat: int, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""swap_in and replay_misses in torch. Contract: kernels/swap_in.py.
+"""swap_in and replay_misses in numpy, over the tensors of a CPU. Contract: kernels/swap_in.py.
 
 Misses in ascending position take victims in eviction order.
 
@@ -9,16 +9,18 @@ context (memory and clearing grow with the context), a loop over batch rows (cal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.layout import SLOT_ABSENT
-from kernels.reference.lru import NEVER, eviction_keys, forget, key_slot, slot_rows
-from kernels.state import SLOT_MASK, DeviceState, MissPlan, StepBatch, Tripwire, active_rows, table_entries
+from kernels.reference.lru import NEVER, Bools, Ints, eviction_keys, forget, key_slot, slot_rows, table_entries
+from kernels.state import DeviceState, MissPlan, StepBatch, Tripwire, active_rows
 from protocol.units import PAGE_TOKENS
 
-NO_TOKEN = torch.iinfo(torch.int32).max  # sorts behind every position
+NO_TOKEN: Final = np.iinfo(np.int32).max  # sorts behind every position
 
 
 def swap_in(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan) -> None:
@@ -38,127 +40,142 @@ def _resolve_depth(
     *,
     all_or_none: bool,
 ) -> None:
-    active = active_rows(state, batch)
-    if not bool(active.any()):  # of a depth at which no request drafts
+    active = active_rows(state, batch).numpy()
+    if not active.any():  # of a depth at which no request drafts
         plan.count.zero_()
         out_rows.fill_(-1)
         return
-    found = _look_up(state, group, topk, batch, active)
-    state.hits[group].index_add_(0, found.seats, found.hit.sum(1))
-    row, column = (found.hit & found.managed.unsqueeze(1)).nonzero(as_tuple=True)
-    state.stamp[group][found.rows[row, column]] = state.now[found.seats[row]]
+    found = _look_up(state, group, topk.numpy(), batch, active)
+    _count(state.hits, group, found, found.hit)
+    row, column = (found.hit & found.managed[:, None]).nonzero()
+    state.stamp.numpy()[group, found.rows[row, column]] = state.now.numpy()[found.seats[row]]
     plan.count.zero_()
-    if bool(found.miss.any()):
+    if found.miss.any():
         rejected = _load(state, group, found, plan, all_or_none=all_or_none)
         if rejected is not None:
-            batch.rejected.masked_fill_(rejected, 1)
+            batch.rejected.numpy()[rejected] = 1
         replay_misses(state, state.geometry.layers_of_group(group)[0], plan)
-    out_rows.scatter_(1, found.order, found.rows.int())
+    out_rows.numpy()[np.arange(len(found.rows))[:, None], found.order] = found.rows
 
 
 def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
     """See kernels.swap_in."""
-    held = torch.arange(plan.device_row.shape[1], device=plan.count.device) < plan.count.unsqueeze(1)
-    row, column = held.nonzero(as_tuple=True)
-    if row.shape[0]:
-        pages, offsets = plan.host_page[row, column], plan.host_offset[row, column]
-        rows = plan.device_row[row, column]
+    row, column = (np.arange(plan.device_row.shape[1]) < plan.count.numpy()[:, None]).nonzero()
+    if len(row):
+        pages, offsets = plan.host_page.numpy()[row, column], plan.host_offset.numpy()[row, column]
+        rows = plan.device_row.numpy()[row, column]
         for host, device in zip(state.host_row_words, state.row_words, strict=True):
-            device[layer][rows] = host[:, layer][pages, offsets]
+            device[layer].numpy()[rows] = host[:, layer].numpy()[pages, offsets]
 
 
 @dataclass(eq=False)
 class _Found:
     """Each row's top-k in ascending position; [B, k] unless noted. A valid entry is a hit or a miss, others neither."""
 
-    seats: Tensor  # int64[B], 0 for padding
-    managed: Tensor  # bool[B]
-    order: Tensor  # int64: place of the entry in the caller's top-k
-    tokens: Tensor  # int64
-    first: Tensor  # bool: not a duplicate of its left neighbour
-    hit: Tensor  # bool
-    miss: Tensor  # bool
-    index_rows: Tensor  # int64: place of the token in slot_of
-    rows: Tensor  # int64: device row, -1 where there is none (yet)
+    seats: NDArray[np.int64]  # [B], 0 for padding
+    managed: Bools  # [B]
+    order: NDArray[np.int64]  # place of the entry in the caller's top-k
+    tokens: NDArray[np.int64]
+    first: Bools  # not a duplicate of its left neighbour
+    hit: Bools
+    miss: Bools
+    index_rows: NDArray[np.int64]  # place of the token in slot_of
+    rows: NDArray[np.int64]  # device row, -1 where there is none (yet)
 
 
-def _look_up(state: DeviceState, group: int, topk: Tensor, batch: StepBatch, active: Tensor) -> _Found:
-    seats = torch.where(active, batch.seats, 0).long()
-    managed = state.hot_slots[seats] > 0
-    inside = (topk >= 0) & (topk < batch.lengths.unsqueeze(1)) & active.unsqueeze(1)
-    state.tripwires[Tripwire.POSITION] += ((topk != -1) & ~inside & active.unsqueeze(1)).sum()
-    ranked, order = torch.where(inside, topk, NO_TOKEN).sort(dim=1)
+def _look_up(state: DeviceState, group: int, topk: Ints, batch: StepBatch, active: Bools) -> _Found:
+    seats = np.where(active, batch.seats.numpy(), 0).astype(np.int64)
+    managed = state.hot_slots.numpy()[seats] > 0
+    inside = (topk >= 0) & (topk < batch.lengths.numpy()[:, None]) & active[:, None]
+    _trip(state, Tripwire.POSITION, (topk != -1) & ~inside & active[:, None])
+    place_bits = topk.shape[1].bit_length()
+    ranked = np.where(inside, topk, NO_TOKEN).astype(np.int64) << place_bits | np.arange(topk.shape[1])
+    ranked.sort(axis=1)
+    order = ranked & (1 << place_bits) - 1
+    ranked >>= place_bits
     inside = ranked != NO_TOKEN
-    first = torch.ones_like(inside)
+    first = np.ones_like(inside)
     first[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
-    tokens = torch.where(inside, ranked, 0).long()
-    hit, miss, index_rows, rows = _resolve(state, group, seats.unsqueeze(1), managed.unsqueeze(1), tokens, inside)
-    state.tripwires[Tripwire.UNGRANTED] += (inside & ~hit & ~miss).sum()
+    tokens = np.where(inside, ranked, 0)
+    hit, miss, index_rows, rows = _resolve(state, group, seats[:, None], managed[:, None], tokens, inside)
+    _trip(state, Tripwire.UNGRANTED, inside & ~hit & ~miss)
     return _Found(seats, managed, order, tokens, first, hit, miss, index_rows, rows)
 
 
 def _resolve(
-    state: DeviceState, group: int, seats: Tensor, managed: Tensor, tokens: Tensor, inside: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    state: DeviceState, group: int, seats: Ints, managed: Bools, tokens: NDArray[np.int64], inside: Bools
+) -> tuple[Bools, Bools, NDArray[np.int64], NDArray[np.int64]]:
     """hit, miss, index_rows and rows of `_Found`; `seats` and `managed` are [B, 1]."""
-    pages, offsets = tokens // PAGE_TOKENS, tokens % PAGE_TOKENS
-    index_pages = table_entries(state.index_table, seats, pages)
-    index_rows = index_pages.clamp(min=0) * PAGE_TOKENS + offsets
-    slots = torch.where(managed, state.slot_of[group][index_rows].long() & SLOT_MASK, tokens)
+    index_pages = table_entries(state.index_table, seats, tokens // PAGE_TOKENS)
+    index_rows = np.maximum(index_pages, 0) * PAGE_TOKENS + tokens % PAGE_TOKENS
+    slots = np.where(managed, state.slot_of[group].numpy().view(np.uint16)[index_rows], tokens)
     absent = managed & (slots == SLOT_ABSENT)
     chunks = table_entries(state.chunk_table, seats, slots // PAGE_TOKENS)
     granted = inside & ((index_pages >= 0) | ~managed)
     hit = granted & ~absent & (chunks >= 0)
-    rows = torch.where(hit, chunks * PAGE_TOKENS + slots % PAGE_TOKENS, -1)
+    rows = np.where(hit, chunks * PAGE_TOKENS + slots % PAGE_TOKENS, -1)
     return hit, granted & absent, index_rows, rows
 
 
-def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan, *, all_or_none: bool) -> Tensor | None:
+def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan, *, all_or_none: bool) -> Bools | None:
     """Give every miss a victim's slot, in the tables, in `found.rows` and in `plan`. Copies nothing.
 
     bool[B], if `all_or_none`: rows that load nothing since they do not fit.
     """
-    host_pages = table_entries(state.host_table, found.seats.unsqueeze(1), found.tokens // PAGE_TOKENS)
+    host_pages = table_entries(state.host_table, found.seats[:, None], found.tokens // PAGE_TOKENS)
     miss = found.miss & (host_pages >= 0)
-    state.tripwires[Tripwire.UNGRANTED] += (found.miss & ~miss).sum()
+    _trip(state, Tripwire.UNGRANTED, found.miss & ~miss)
     rank = (miss & found.first).cumsum(1) - 1
-    slots = _victims(state, group, found, rank[:, -1] + 1).gather(1, rank.clamp(min=0))
+    victims = _victims(state, group, found, rank[:, -1] + 1)
+    slots = victims[np.arange(len(victims))[:, None], np.maximum(rank, 0)]
     rejected = None
     if all_or_none:
         rejected = (miss & (slots < 0)).any(1)
-        miss &= ~rejected.unsqueeze(1)
-    state.tripwires[Tripwire.VICTIMS] += (miss & (slots < 0)).sum()
+        miss &= ~rejected[:, None]
+    _trip(state, Tripwire.VICTIMS, miss & (slots < 0))
     miss &= slots >= 0
-    chunks = table_entries(state.chunk_table, found.seats.unsqueeze(1), slots.clamp(min=0) // PAGE_TOKENS)
-    found.rows = torch.where(miss, chunks * PAGE_TOKENS + slots % PAGE_TOKENS, found.rows)
+    chunks = table_entries(state.chunk_table, found.seats[:, None], np.maximum(slots, 0) // PAGE_TOKENS)
+    found.rows = np.where(miss, chunks * PAGE_TOKENS + slots % PAGE_TOKENS, found.rows)
     loaded = miss & found.first
-    state.hits[group].index_add_(0, found.seats, (miss & ~found.first).sum(1))
-    state.misses[group].index_add_(0, found.seats, loaded.sum(1))
-    row, column = loaded.nonzero(as_tuple=True)
+    _count(state.hits, group, found, miss & ~found.first)
+    _count(state.misses, group, found, loaded)
+    row, column = loaded.nonzero()
     seats, rows, tokens = found.seats[row], found.rows[row, column], found.tokens[row, column]
-    forget(state, torch.full_like(rows, group), seats, rows)
-    state.slot_token[group][rows] = tokens.int()
-    state.stamp[group][rows] = state.now[seats]
-    state.slot_of[group][found.index_rows[row, column]] = slots[row, column].short()
-    plan.count.copy_(loaded.sum(1))
+    forget(state, np.full_like(rows, group), seats, rows)
+    state.slot_token.numpy()[group, rows] = tokens
+    state.stamp.numpy()[group, rows] = state.now.numpy()[seats]
+    state.slot_of.numpy().view(np.uint16)[group, found.index_rows[row, column]] = slots[row, column]
+    plan.count.numpy()[:] = loaded.sum(1)
     place = rank[row, column]
-    plan.device_row[row, place] = rows.int()
-    plan.host_page[row, place] = host_pages[row, column].int()
-    plan.host_offset[row, place] = (tokens % PAGE_TOKENS).int()
+    plan.device_row.numpy()[row, place] = rows
+    plan.host_page.numpy()[row, place] = host_pages[row, column]
+    plan.host_offset.numpy()[row, place] = tokens % PAGE_TOKENS
     return rejected
 
 
-def _victims(state: DeviceState, group: int, found: _Found, counts: Tensor) -> Tensor:
+def _victims(state: DeviceState, group: int, found: _Found, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """The `counts` int64[B] slots of each row that go first, in eviction order: int64[B, max(counts)], -1 beyond."""
-    needy, most = counts.nonzero().flatten(), int(counts.max())
-    victims = counts.new_full((len(counts), max(most, 1)), -1)
+    most = int(counts.max())
+    victims = np.full((len(counts), max(most, 1)), -1, dtype=np.int64)
     if not most:
         return victims
+    (needy,) = counts.nonzero()
     seats = found.seats[needy]
-    hot = state.hot_slots[seats]
-    width = int(hot.max()) + state.tail_slots
-    rows = slot_rows(state, seats, width).clamp_(min=0)
-    keys = eviction_keys(state.stamp[group, rows], state.tail[group, seats], hot, state.now[seats])
-    chosen = keys.topk(min(most, width), dim=1, largest=False).values
-    victims[needy, : chosen.shape[1]] = torch.where(chosen == NEVER, -1, key_slot(chosen))
+    hot = state.hot_slots.numpy()[seats]
+    rows = slot_rows(state, seats, int(hot.max()) + state.tail_slots)
+    keys = eviction_keys(
+        state.stamp.numpy()[group, rows], state.tail.numpy()[group, seats], hot, state.now.numpy()[seats]
+    )
+    keys.sort(axis=1)
+    chosen = keys[:, :most]
+    victims[needy, : chosen.shape[1]] = np.where(chosen == NEVER, -1, key_slot(chosen))
     return victims
+
+
+def _count(counter: Tensor, group: int, found: _Found, entries: Bools) -> None:
+    """Add the number of `entries` [B, k] to `counter` int64[G, S]."""
+    np.add.at(counter[group].numpy(), found.seats, entries.sum(1))
+
+
+def _trip(state: DeviceState, wire: Tripwire, entries: Bools) -> None:
+    state.tripwires.numpy()[wire] += np.count_nonzero(entries)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -304,7 +305,7 @@ def clock_of_each_row(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def rejected_slot_forgotten(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    monkeypatch.setattr(begin_reference, "_slots_holding", lambda *args: torch.full_like(args[-1], -1))
+    monkeypatch.setattr(begin_reference, "_slots_holding", lambda *args: np.full_like(args[-1], -1))
     return test_slot_of_a_rejected_row_is_taken_again
 
 

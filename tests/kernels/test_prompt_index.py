@@ -17,6 +17,7 @@ from kernels.row_format import RowFormat, index_key_format
 from kernels.state import DeviceState, Tripwire
 from protocol.units import PAGE_TOKENS
 from tests.emulated.device import Device
+from tests.support.pairwise import pairwise
 
 SEATS, PAGES, TOPK, SCALE = 3, 14, 100, 0.25
 BLOCKS: Final = {
@@ -69,10 +70,9 @@ def selections(
     return found
 
 
-@pytest.mark.parametrize("processors", [2, 3, 7])
-@pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
-@pytest.mark.parametrize("heads", [32, 64])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "heads", "kind", "processors"), pairwise(tuple(BLOCKS), (32, 64), ("fp8", "bfloat16"), (2, 3, 7))
+)
 def test_each_token_selects_as_the_reference(
     name: str, heads: int, kind: str, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,8 @@ from tests.support.cluster_rig import (
     cluster_of_two,
     crash_config,
     prompts_of,
+    standing_model,
     until_all_connected,
-    write_model,
 )
 from tests.support.group_cluster import (
     BACK_LIMIT_S,
@@ -267,5 +267,5 @@ async def test_grammars_go_with_requests_from_node_to_node(model: Path, tmp_path
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def model(run_dir: Path) -> Path:
+    return standing_model(run_dir)

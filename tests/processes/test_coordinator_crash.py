@@ -30,7 +30,7 @@ from protocol.messages import Sampling
 from protocol.settings import Config
 from tests import ROOT
 from tests.support import zygote
-from tests.support.cluster_rig import assert_nothing_leaked, cluster_config, prompts_of, write_model
+from tests.support.cluster_rig import assert_nothing_leaked, cluster_config, prompts_of, standing_model
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -100,8 +100,8 @@ async def crew_of(config: Config, path: Path, *workers: str) -> AsyncIterator[Cr
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def model(run_dir: Path) -> Path:
+    return standing_model(run_dir)
 
 
 async def collect(

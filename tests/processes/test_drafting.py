@@ -23,6 +23,7 @@ from protocol.settings import Config
 from protocol.units import PAGE_TOKENS, pages_for
 from tests.processes.test_prefix_reuse import NEW_TOKENS as TURN_TOKENS
 from tests.processes.test_prefix_reuse import check_against_the_library, converse
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster_rig import (
     TOPK,
     assert_nothing_leaked,
@@ -41,7 +42,7 @@ from tests.support.group_cluster import (
 )
 from tests.support.nodes_rig import Spot, running_nodes
 from tests.support.worker_rig import Rig
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import TransformersRunner
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -57,12 +58,10 @@ SAMPLINGS = [
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(run_dir: Path) -> dict[str, Path]:
     """A checkpoint of each family."""
-    paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
-    for family, path in paths.items():
-        write_tiny_checkpoint(path, family, index_topk=TOPK, context_max_tokens=2_048, layers=2, predictable=True)
-    return paths
+    about = {"index_topk": TOPK, "context_max_tokens": 2_048, "layers": 2, "predictable": True}
+    return {family: tiny_checkpoint(run_dir, family, **about) for family in FAMILIES}
 
 
 def drafting(config: Config, **worker: object) -> Config:

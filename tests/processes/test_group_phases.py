@@ -26,8 +26,8 @@ from tests.support.cluster_rig import (
     cluster_of_two,
     missed_soon,
     plant,
+    standing_model,
     until_all_connected,
-    write_model,
 )
 from tests.support.group_cluster import (
     BACK_LIMIT_S,
@@ -54,8 +54,8 @@ SPLIT_TOKENS: Final = 24
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def model(run_dir: Path) -> Path:
+    return standing_model(run_dir)
 
 
 class Order:

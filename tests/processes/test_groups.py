@@ -28,8 +28,8 @@ from tests.support.cluster_rig import (
     assert_nothing_leaked,
     cluster_of_two,
     missed_soon,
+    standing_model,
     until_all_connected,
-    write_model,
 )
 from tests.support.group_cluster import (
     BACK_LIMIT_S,
@@ -52,8 +52,8 @@ PROMPT = [31 * place % 250 for place in range(600)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def model(run_dir: Path) -> Path:
+    return standing_model(run_dir)
 
 
 async def test_requests_of_a_dead_group_continue_on_another_at_once(model: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.cluster_rig import (
     cluster_config,
     cluster_of_two,
     prompts_of,
-    write_model,
+    standing_model,
 )
 from tests.support.oracle_rig import run_oracle
 
@@ -37,8 +37,8 @@ TIE_BOUND = 1e-4
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def model(run_dir: Path) -> Path:
+    return standing_model(run_dir)
 
 
 async def collect(client: Client, name: str, prompt: Sequence[int], outputs: dict[str, list[int]]) -> None:

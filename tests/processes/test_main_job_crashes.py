@@ -28,8 +28,8 @@ from tests.support.cluster_rig import (
     missed_soon,
     plant,
     prompts_of,
+    standing_model,
     until_all_connected,
-    write_model,
 )
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -43,8 +43,8 @@ OTHERS_WANT_S = 2.0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def model(run_dir: Path) -> Path:
+    return standing_model(run_dir)
 
 
 async def decode_all(client: Client, prompts: list[list[int]], prefix: str) -> dict[int, list[int]]:

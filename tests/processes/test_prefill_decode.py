@@ -24,8 +24,8 @@ from tests.support.cluster_rig import (
     cluster_of_two,
     crash_config,
     missed_soon,
+    standing_model,
     until_all_connected,
-    write_model,
 )
 from tests.support.netns_rig import Namespace, namespaces, why_not
 from tests.support.nodes_rig import (
@@ -56,8 +56,8 @@ SENT = ("PREFILLING", "TRANSFERRING", "PREFILLED")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def model(run_dir: Path) -> Path:
+    return standing_model(run_dir)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import trio
 from hisparse.client.client import Client
 from protocol.messages import Sampling
 from protocol.units import pages_for
-from tests.support.cluster_rig import again_until, assert_nothing_leaked, crash_config, missed_soon, write_model
+from tests.support.cluster_rig import again_until, assert_nothing_leaked, crash_config, missed_soon, standing_model
 from tests.support.nodes_rig import Nodes, Spot, colocated_outputs, decode_all, mixed_prompts, running_nodes
 from tests.support.planted import PLANTED_WHILE
 from tests.worker.transfer.test_engines import why_absent
@@ -35,8 +35,8 @@ LIMIT_S = 150.0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def model(run_dir: Path) -> Path:
+    return standing_model(run_dir)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import trio
 from hisparse.client.client import Client
 from protocol.messages import Ended, Sampling
 from protocol.settings import Config
-from tests.support.cluster_rig import cluster_of_two, crash_config, write_model
+from tests.support.cluster_rig import cluster_of_two, crash_config, standing_model
 from tests.support.nodes_rig import Spot, running_nodes
 from tests.support.oracle_rig import run_oracle
 
@@ -29,8 +29,8 @@ SAID_TOKENS = 90
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+def model(run_dir: Path) -> Path:
+    return standing_model(run_dir)
 
 
 def reusing(model: Path, runtime_dir: Path, mode: str = "own", *, deterministic: bool = False) -> Config:

@@ -22,12 +22,12 @@ from protocol.messages import Admit, Finished, Refused, Released, Sampling, Star
 from protocol.units import pages_for
 from tests import ROOT
 from tests.support import zygote
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.fakes.listening_coordinator import FakeListeningCoordinator
 from tests.support.process_rig import LIMIT_S, Place
 from worker.pool.host_pool import MappedPool
 from worker.pool.registration import FirstTouch, Piece, cut
 from worker.process import EXIT_CLEAN, EXIT_INTERRUPTED, StartInterruptedError, interruptible
-from worker.runners.tiny import write_tiny_checkpoint
 
 PROMPT = list((b"The host pool is a file that outlives the workers. " * 8)[:300])
 TOKENS = 96
@@ -36,10 +36,8 @@ PLANTED = ("-m", "tests.support.planted")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, layers=2)
-    return path
+def model(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, layers=2)
 
 
 @pytest.fixture

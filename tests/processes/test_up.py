@@ -21,6 +21,7 @@ import pytest
 from hisparse.client.client import run_client
 from tests.hisparse.http.server.test_tls import ask, certificate_of
 from tests.support import zygote
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster_rig import HEARTBEAT_LIMIT_S, PATIENCE_S
 from tests.support.ports import free_ports
 from tests.support.standing import Standing, guest
@@ -35,10 +36,8 @@ LIMIT_S = 150.0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, index_topk=64, context_max_tokens=4096, layers=2)
-    return path
+def model(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, index_topk=64, context_max_tokens=4_096, layers=2)
 
 
 class Up:

@@ -14,11 +14,11 @@ from hisparse.client.client import Client, open_client
 from metrics.names import COORDINATOR, WORKER, exported_names
 from protocol.errors import Unavailable
 from protocol.messages import Sampling
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.hostile_schemas import CHAIN
 from tests.support.planted import PLANTED_WHILE
 from tests.support.process_rig import Place, Process
 from worker.process import EXIT_CLEAN
-from worker.runners.tiny import write_tiny_checkpoint
 
 PROMPT = list((b"What a worker has published, no coordinator asks for twice. " * 8)[:400])
 TOKENS = 150
@@ -28,10 +28,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, layers=2)
-    return path
+def model(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, layers=2)
 
 
 def planted(defect: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import pytest
@@ -27,6 +27,7 @@ from hisparse.cluster.up import Cluster, running_cluster
 from protocol.config import HostFacts, build, to_environ
 from protocol.messages import AuditRows, RequestRow
 from protocol.settings import Config
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.planted import PLANTED_WHILE
 from worker.runners.tiny import write_tiny_checkpoint
 
@@ -46,9 +47,18 @@ RECONNECT_LIMIT_S: Final = 120.0
 FREE_LIMIT_S: Final = 240.0
 
 
+ABOUT: Final[dict[str, Any]] = {"index_topk": TOPK, "context_max_tokens": 2_048, "layers": LAYERS}
+
+
 def write_model(path: Path) -> Path:
-    write_tiny_checkpoint(path, "glm-5", index_topk=TOPK, context_max_tokens=2_048, layers=LAYERS)
+    """Write a checkpoint that one test alone has."""
+    write_tiny_checkpoint(path, "glm-5", **ABOUT)
     return path
+
+
+def standing_model(run_dir: Path) -> Path:
+    """Return that of all tests of the run that change no file of it."""
+    return tiny_checkpoint(run_dir, "glm-5", **ABOUT)
 
 
 def cluster_config(model: Path, runtime_dir: Path, *, streams: str = "simulated", hot_chunks: int = 60) -> Config:

@@ -58,7 +58,7 @@ STARTERS: Final = frozenset({"up", "demo", "hisparse.ray.supervisor"})
 PR_SET_CHILD_SUBREAPER: Final = 36
 MODULE: Final = "-m"
 #: Of the check at start that rows of a batch are apart, which others test: a full one takes 0.7 s of CPU time.
-TRIALS: Final = 4
+TRIALS: Final = 1
 JOB_BYTES_MAX: Final = 1 << 17
 
 

@@ -166,8 +166,11 @@ class SimulatedStreams(Streams):
             self._weights = {name: 10 ** -self._random.uniform(0, WEIGHT_DECADES) for name in STREAM_NAMES}
             self._kept = int(10 ** self._random.uniform(*KEPT_DECADES))
         self._kept -= 1
-        weights = [self._weights[stream.name] for stream in ready]
-        self._random.choices(ready, weights)[0].run_head()
+        if len(ready) == 1:
+            self._random.random()  # a seed draws as often whatever is ready
+            ready[0].run_head()
+        else:
+            self._random.choices(ready, [self._weights[stream.name] for stream in ready])[0].run_head()
         return True
 
     def describe(self) -> str:

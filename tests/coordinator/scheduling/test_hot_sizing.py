@@ -19,6 +19,7 @@ from protocol.messages import GroupMember
 from protocol.sizing import RESIDENT
 from tests.coordinator.scheduling.test_policy import LONG, full_cluster, is_running, pause, run_until, running
 from tests.support.fakes.fake_cluster import FakeCluster
+from tests.support.history import in_turn
 
 SELECTED = 2048
 STEPS = 200
@@ -315,7 +316,7 @@ class GroupBench:
         return 1e6 * RANKS * max(resident, full)
 
 
-@pytest.mark.parametrize("worse", [1.0, 2.0])
+@pytest.mark.parametrize("worse", [in_turn((1.0, 2.0))])
 def test_ranks_of_a_group_have_one_floor(worse: float) -> None:
     """Also where one rank misses more: each of its rows costs the group what the others hide."""
     bench = GroupBench(share=0.5, worse=worse)

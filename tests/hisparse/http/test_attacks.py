@@ -40,14 +40,13 @@ def answers(at: Site) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_hostile_peer_does_not_stop_the_front(at: Site, case: str) -> None:
-    """Without a key. Most of these ended the process once."""
-    data, status = REFUSED[case]
-    with socket.create_connection(("127.0.0.1", at.plain.port), LIMIT_S) as peer:
-        peer.sendall(data)
-        assert int(peer.recv(65_536).split()[1]) == status
-    answers(at)
+def test_hostile_peer_does_not_stop_the_front(at: Site) -> None:
+    """Without a key. Most of these ended the process once. In one test: a site starts in 1.6 s of CPU time."""
+    for case, (data, status) in REFUSED.items():
+        with socket.create_connection(("127.0.0.1", at.plain.port), LIMIT_S) as peer:
+            peer.sendall(data)
+            assert int(peer.recv(65_536).split()[1]) == status, case
+        answers(at)
 
 
 def test_announced_bodies_of_a_key_do_not_block_other_keys(at: Site) -> None:

@@ -32,6 +32,7 @@ from protocol.settings import WorkerSettings
 from protocol.sizing import Length, Memory, hot_sizes_for, misfit, page_limit
 from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS, managed_chunks, pages_for
 from tests import ROOT
+from tests.support.checkpoints import tiny_checkpoint
 from worker.device.capacity import MemoryPlan, plan
 from worker.device.passes import PARTS_MAX
 from worker.device.sizing import DEVICE_SHARE, STANDBY_DEVICE_BYTES, STEP_SHARE, Sizing, auto_budget, size_worker
@@ -536,10 +537,8 @@ SIZE_WORDS = "write a number and a unit: KiB, MiB, GiB, TiB, or KB, MB, GB, TB o
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(path, "deepseek-v3.2")
-    return path
+def tiny(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, index_topk=128)
 
 
 @pytest.mark.parametrize(
@@ -613,10 +612,8 @@ def test_small_models_have_a_whole_table_and_settings_from_it(tiny: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("small")
-    write_tiny_checkpoint(path, index_topk=32)
-    return path
+def small(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, index_topk=32)
 
 
 SMALL = (

@@ -4,7 +4,7 @@ wherever a request is, and what ranks exchange has shapes of the round alone."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -13,6 +13,7 @@ import torch
 import worker.oracle
 from kernels.state import DeviceState, StepBatch
 from protocol.settings import WorkerSettings
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.drafting_rig import WRONG
 from tests.support.group_rig import Ask
 from tests.support.history import in_turn
@@ -20,7 +21,7 @@ from tests.support.thread_ranks import run_ranks
 from tests.support.worker_rig import Rig
 from worker.runners import invariance
 from worker.runners.base import DraftRows, DraftRunner, SamplerState
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny import FAMILIES
 from worker.streams import Streams
 
 TEXT = Path(worker.oracle.__file__).read_bytes()
@@ -40,13 +41,10 @@ SETTINGS = WorkerSettings(
 
 
 @pytest.fixture(scope="module", params=[in_turn(FAMILIES)])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(request: pytest.FixtureRequest, run_dir: Path) -> Path:
     """Take one family each commit, DeepSeek-V3.2 with weights in FP8, which a CPU decodes; drafts are mostly right."""
-    path = tmp_path_factory.mktemp("model")
-    fp8 = request.param == "deepseek-v3.2"
-    about: dict[str, Any] = {"index_topk": 32, "context_max_tokens": 512, "layers": 2}
-    write_tiny_checkpoint(path, request.param, **about, fp8=fp8, predictable=True)
-    return path
+    about = {"index_topk": 32, "context_max_tokens": 512, "layers": 2, "predictable": True}
+    return tiny_checkpoint(run_dir, request.param, **about, fp8=request.param == "deepseek-v3.2")
 
 
 def ask(

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import Sampling
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.group_rig import HELD, LATE, Ask, Drawn, GroupRig
 from tests.support.reference_draws import Judge
 from tests.worker.group.test_ranks import SETTINGS, TEXT
-from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.group, pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -28,10 +28,8 @@ ANSWER_LIMIT_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, "glm-5", index_topk=32, context_max_tokens=1_024, experts=24, layers=2)
-    return path
+def model(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, "glm-5", index_topk=32, context_max_tokens=1_024, experts=24, layers=2)
 
 
 @pytest.fixture(scope="module")

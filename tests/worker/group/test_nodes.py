@@ -20,6 +20,7 @@ import zmq
 
 from protocol.errors import EXIT_PEER_LOST, ConfigError, NotAllowed
 from protocol.settings import ClusterSettings, Config, CoordinatorSettings, WorkerSettings
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.group_rig import Ask, GroupRig, settings_of
 from tests.support.netns_rig import Namespace, cut, namespaces, why_not
 from tests.support.ports import free_ports
@@ -27,7 +28,6 @@ from tests.worker.group.test_ranks import SETTINGS, asks_of, spread, wrong
 from worker.group import newcomers
 from worker.group.control import Control
 from worker.group.messages import Join, encode
-from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.group, pytest.mark.process, pytest.mark.timeout(1_200)]
 PORT = 29_500
@@ -38,10 +38,8 @@ LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, "glm-5", index_topk=32, context_max_tokens=1_024, layers=2)
-    return path
+def checkpoint(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, "glm-5", index_topk=32, context_max_tokens=1_024, layers=2)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import os
 import random
 from collections.abc import Callable
-from functools import cache
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import worker.oracle
 from protocol.settings import WorkerSettings
 from tests.support.group_rig import Ask, Drawn, GroupRig
 from tests.support.history import in_turn
+from tests.support.once import made_once
 from tests.support.oracle_rig import run_oracle
 from tests.support.pairwise import pairwise
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
@@ -66,22 +66,26 @@ STORED = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def checkpoints(run_dir: Path) -> Callable[..., Path]:
     """By family and what weights are stored in; 24 experts split over 1, 2, 3 and 4 ranks."""
 
-    @cache
     def make(
         family: str, stored: str = "float32", choices: int = 0, predictable: bool = False, layers: int = 2
     ) -> Path:
-        path = tmp_path_factory.mktemp("model")
-        about: dict[str, Any] = {"index_topk": TOPK, "context_max_tokens": 1_024, "experts": 24}
-        about |= {"predictable": predictable, "layers": layers}
-        write_tiny_checkpoint(path, family, fp8=stored == "fp8", **about)
-        if stored == "bfloat16":
-            _round_weights(path)
-        if choices:
-            _configure(path, num_experts_per_tok=choices)
-        return path
+        name = f"ranks-{family}-{stored}-{choices}-{predictable}-{layers}"
+        path = run_dir / name
+
+        def write() -> str:
+            about: dict[str, Any] = {"index_topk": TOPK, "context_max_tokens": 1_024, "experts": 24}
+            about |= {"predictable": predictable, "layers": layers}
+            write_tiny_checkpoint(path, family, fp8=stored == "fp8", **about)
+            if stored == "bfloat16":
+                _round_weights(path)
+            if choices:
+                _configure(path, num_experts_per_tok=choices)
+            return str(path)
+
+        return Path(made_once(run_dir, name, write))
 
     return make
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from protocol.errors import EXIT_PEER_LOST
 from protocol.messages import NO_HOT_BUFFER
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.group_rig import LIMIT_S, Ask, GroupRig
 from tests.support.history import first_parent_commits, seeds_of
 from tests.support.thread_ranks import Ran, run_ranks
@@ -30,7 +31,6 @@ from worker.loop.batch import Status
 from worker.loop.guests import Guests
 from worker.loop.rounds import Rounds
 from worker.runners.base import PromptPart
-from worker.runners.tiny import write_tiny_checkpoint
 from worker.streams import Streams, make_streams
 
 pytestmark = [pytest.mark.group, pytest.mark.timeout(1_200)]
@@ -42,10 +42,8 @@ UNSPLIT = msgspec.structs.replace(SETTINGS, split_tokens=0)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, "glm-5", index_topk=32, context_max_tokens=1_024, experts=24)
-    return path
+def checkpoint(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, "glm-5", index_topk=32, context_max_tokens=1_024, experts=24)
 
 
 def asks() -> list[Ask]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.history import first_parent_commits, in_turn, seeds_of
 from tests.support.thread_ranks import run_ranks
 from tests.worker.group.test_ranks import SETTINGS, asks_of, spread
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny import FAMILIES
 from worker.streams import Streams, make_streams
 
 pytestmark = pytest.mark.group
@@ -23,14 +24,8 @@ REQUESTS = 16
 
 
 @pytest.fixture(scope="module")
-def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    @cache
-    def make(family: str) -> Path:
-        path = tmp_path_factory.mktemp("model")
-        write_tiny_checkpoint(path, family, index_topk=32, context_max_tokens=1_024)
-        return path
-
-    return make
+def checkpoint_of(run_dir: Path) -> Callable[[str], Path]:
+    return lambda family: tiny_checkpoint(run_dir, family, index_topk=32, context_max_tokens=1_024)
 
 
 def streams_of(order: int, rank: int) -> Streams:

@@ -13,11 +13,12 @@ import torch
 
 import worker.oracle
 from protocol.settings import WorkerSettings
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.fakes.coordinator import Life
 from tests.support.oracle_rig import run_oracle
 from tests.support.pairwise import pairwise
 from tests.support.worker_rig import Logits, Rig
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import Streams, make_streams
 from worker.streams.cuda import CudaStreams
@@ -41,10 +42,8 @@ PROMPTS = (TEXT[:300], TEXT[700:770], TEXT[1_000:1_500])
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, request.param, index_topk=TOPK, context_max_tokens=2_048)
-    return path
+def checkpoint(request: pytest.FixtureRequest, run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, request.param, index_topk=TOPK, context_max_tokens=2_048)
 
 
 @cache

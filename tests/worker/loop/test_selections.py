@@ -13,12 +13,12 @@ import torch
 from benchmarks.traces import STEPS_MIN, TracedSelections, overlap_of, read_trace, runs_of
 from kernels.state import StepBatch
 from protocol.errors import BadInput, ConfigError
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.worker_rig import Rig
 from tests.worker.loop.test_model import SETTINGS
 from worker.loop import recording
 from worker.loop.recording import SelectionRecorder
 from worker.loop.selections import Selection, TraceSizes, encode, encode_head, read_head, read_records
-from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 
 SIZES = TraceSizes(groups=2, topk=4)
@@ -66,10 +66,8 @@ def test_a_damaged_record_is_refused_by_its_number() -> None:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(path, index_topk=32)
-    return path
+def checkpoint(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, index_topk=32)
 
 
 def recorded_run(checkpoint: Path, path: Path) -> tuple[list[Selection], dict[tuple[int, int], Any]]:

@@ -6,11 +6,9 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
-from torch import Tensor
 
-from kernels.reference.lru import forget
+from kernels.reference.lru import Ints, forget
 from kernels.state import DeviceState
 from metrics.state import SwapTotals
 from tests.support.worker_rig import SETTINGS, Rig
@@ -24,9 +22,9 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens that swap_in and begin_step really made way with, by group."""
     counts = [0, 0]
 
-    def forget_and_count(state: DeviceState, groups: Tensor, seats: Tensor, rows: Tensor) -> None:
-        held = groups[state.slot_token[groups, rows] >= 0]
-        for group, count in enumerate(torch.bincount(held, minlength=2).tolist()):
+    def forget_and_count(state: DeviceState, groups: Ints, seats: Ints, rows: Ints) -> None:
+        held = groups[state.slot_token.numpy()[groups, rows] >= 0]
+        for group, count in enumerate(np.bincount(held, minlength=2).tolist()):
             counts[group] += count
         forget(state, groups, seats, rows)
 

@@ -12,19 +12,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ConfigError
+from tests.support.checkpoints import tiny_checkpoint
 from worker.runners import transformers_dsa
 from worker.runners.checkpoint import read_config
-from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.dimensions import BOUNDS, check_dimensions
 from worker.weights.shards import INDEX, Shards
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, "glm-5", index_topk=64, context_max_tokens=2_048)
-    return path
+def written(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, "glm-5", index_topk=64, context_max_tokens=2_048)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.history import in_turn
 from tests.support.oracle_rig import run_oracle
 from tests.support.runner_rig import Rig
@@ -26,12 +27,10 @@ TEXT = Path(transformers_dsa.__file__).read_bytes()
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(run_dir: Path) -> dict[str, Path]:
     """One of each family, with ragged blocks in every kind of weight; glm-5's scales are powers of two."""
-    paths = {family: tmp_path_factory.mktemp("fp8") / family for family in FAMILIES}
-    for family, path in paths.items():
-        write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=family == "glm-5", layers=2)
-    return paths
+    about = {"index_topk": 64, "fp8": True, "layers": 2}
+    return {family: tiny_checkpoint(run_dir, family, **about, powers_of_two=family == "glm-5") for family in FAMILIES}
 
 
 def generate(path: Path, prompt: list[int], tokens: int, dtype: str) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from kernels.state import DeviceState
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.runner_rig import Rig
 from worker.runners.checkpoint import geometry_of
 from worker.runners.prompt import PromptBlock
-from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
+from worker.runners.tiny import FAMILIES, tiny_config
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
 
 TOPK, TOKENS, ROWS = 32, 12, 3
@@ -29,10 +30,8 @@ BOUND = 1e-5
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, request.param, index_topk=TOPK)
-    return path
+def checkpoint(request: pytest.FixtureRequest, run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, request.param, index_topk=TOPK)
 
 
 @cache

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol.errors import ConfigError
+from tests.support.history import in_turn
 from tests.support.runner_rig import Rig
 from worker.runners import tiny_weights
 from worker.runners.checkpoint import fingerprint, read_config
@@ -41,8 +42,7 @@ def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
 SAID = "a step reads only the rows of a long context that its indexer selects and the others stay in host memory"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("family", "fp8"), [*zip(FAMILIES, in_turn(((False, True), (True, False))), strict=True)])
 def test_drafts_of_a_predictable_checkpoint_are_right_in_three_of_ten(tmp_path: Path, family: str, fp8: bool) -> None:
     """One draft a step, of three requests, greedy; docs/real-models.md states shares on longer prompts."""
     write_tiny_checkpoint(tmp_path, family, fp8=fp8, predictable=True)

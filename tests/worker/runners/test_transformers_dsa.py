@@ -23,6 +23,7 @@ from protocol.errors import ConfigError
 from protocol.logprobs import read_rows
 from protocol.messages import LOGPROBS_MAX, ModelInfo
 from protocol.settings import WorkerSettings
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.oracle_rig import run_oracle
 from tests.support.runner_rig import Rig
 from worker.runners import layers, swapping, transformers_dsa
@@ -31,7 +32,7 @@ from worker.runners.experts import experts_for
 from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.runners.logprobs import allocate_rows
 from worker.runners.sampling import sample
-from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
+from worker.runners.tiny import FAMILIES, tiny_config
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
 from worker.streams import make_streams
 
@@ -42,15 +43,13 @@ TEXT = Path(transformers_dsa.__file__).read_bytes() * 2
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(run_dir: Path) -> dict[str, Path]:
     """A checkpoint of each family with index_topk 128, and one of each with 32 for small contexts ("<family>/32")."""
-    paths = {}
-    for family in FAMILIES:
-        for topk in (128, 32):
-            name = family if topk == 128 else f"{family}/32"
-            paths[name] = tmp_path_factory.mktemp("tiny") / f"{family}-{topk}"
-            write_tiny_checkpoint(paths[name], family, index_topk=topk)
-    return paths
+    return {
+        family + suffix: tiny_checkpoint(run_dir, family, index_topk=topk)
+        for family in FAMILIES
+        for topk, suffix in ((128, ""), (32, "/32"))
+    }
 
 
 #: Shapes that tiny checkpoints do not have: widths no vector divides, unequal head counts, biases, groups of experts.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.history import in_turn
@@ -20,7 +21,7 @@ from tests.worker.loop import test_model as model
 from tests.worker.loop.test_executor import resident, run_mixed
 from worker.loop.decode import Decoder
 from worker.loop.executor import Executor
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny import FAMILIES
 from worker.streams import FENCES, FenceError, InlineStreams, Streams, make_streams
 from worker.streams.capture import Capture
 
@@ -187,10 +188,8 @@ def test_runner_that_reads_inputs_at_launch_is_caught() -> None:
 
 
 @pytest.fixture(scope="module", params=[in_turn(FAMILIES)])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, request.param, index_topk=model.TOPK, context_max_tokens=2_048)
-    return path
+def checkpoint(request: pytest.FixtureRequest, run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, request.param, index_topk=model.TOPK, context_max_tokens=2_048)
 
 
 def test_model_steps_may_be_replayed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from protocol.errors import ConfigError
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.router_bytes import with_exact_routers
 from worker.runners.checkpoint import geometry_of, read_dimensions
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
@@ -29,18 +30,13 @@ Q_A = "model.layers.1.self_attn.q_a_proj.weight"
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    paths = {family: tmp_path_factory.mktemp("plain") / family for family in FAMILIES}
-    for family, path in paths.items():
-        write_tiny_checkpoint(path, family)
-    return paths
+def plain(run_dir: Path) -> dict[str, Path]:
+    return {family: tiny_checkpoint(run_dir, family, index_topk=128) for family in FAMILIES}
 
 
 @pytest.fixture(scope="session")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("quantized") / "tiny"
-    write_tiny_checkpoint(path, fp8=True)
-    return path
+def quantized(run_dir: Path) -> Path:
+    return tiny_checkpoint(run_dir, fp8=True)
 
 
 @pytest.fixture

@@ -1,0 +1,23 @@
+"""Tiny checkpoints that all tests of a run read and none changes, each written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.once import made_once
+from worker.runners.tiny import write_tiny_checkpoint
+
+
+def tiny_checkpoint(run_dir: Path, family: str = "deepseek-v3.2", **options: int | bool) -> Path:
+    """Return the directory of a checkpoint that `write_tiny_checkpoint` has written with `options`.
+
+    Each process of the run gets the same one. A test that changes a file copies the directory first.
+    """
+    name = "-".join(["tiny", family, *(f"{option}-{value}" for option, value in sorted(options.items()))])
+    path = run_dir / name
+
+    def write() -> str:
+        write_tiny_checkpoint(path, family, **options)  # type: ignore[arg-type]
+        return str(path)
+
+    return Path(made_once(run_dir, name, write))
