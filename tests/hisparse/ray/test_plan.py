@@ -137,6 +137,7 @@ def test_group_on_a_gpu_needs_as_many_as_it_has_ranks() -> None:
     "so pages have to cross nodes",
     "needs a path that outlives the node's temporary files",
     "(name an absolute path)",
+    "the nodes of a Ray cluster have no standbys",
     "the coordinator's node would need {} of CPU",
     "it ends with the login",
     "part of directories and of names of actors",
