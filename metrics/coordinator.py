@@ -233,6 +233,14 @@ CLUSTER_METRICS: Final[tuple[Metric[CoordinatorView], ...]] = (
         labels="worker",
     ),
     gauge(
+        "hisparse_worker_standbys_ready",
+        "processes",
+        "Standbys that are ready to take over from the worker; of workers that are to have one.",
+        "Would the death of a worker cost seconds?",
+        lambda view: {row.worker: float(row.standby == "ready") for row in view.workers if row.standby},
+        labels="worker",
+    ),
+    gauge(
         "hisparse_hot_floor_slots",
         "slots",
         "Smallest hot size that policy gives on a worker; 0: resident. Of workers whose steps were observed.",

@@ -268,6 +268,7 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
     yield _at_least("worker.layer_group", parse_size(worker.layer_group, "worker.layer_group"), 0)
     yield _at_least("worker.hot_chunks_max", worker.hot_chunks_max, 0)
     yield _at_least("worker.threads", worker.threads, 0)
+    yield _between("worker.standby", worker.standbys, 0, 1)
     yield _positive("worker.report_interval_ms", worker.report_interval_ms)
     yield _port("worker.metrics_port", worker.metrics_port)
 

@@ -35,7 +35,7 @@ import msgspec
 #: 4: ranks of groups. 5: reuse of prefixes. 6: hot floors, grammars. 7: trace contexts, drafts, ranks of
 #: requests for workers. 8: owners of requests for workers, waiting prompts of workers. 9: no slab pages. A coordinator
 #: serves peers of the version before, too, from 9 on (protocol/skew.py).
-PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
 
 #: Largest message accepted from a client: a 1,048,576-token prompt is 4 MiB.
 CLIENT_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -406,6 +406,17 @@ class ForgetWorkers(Message, frozen=True, tag="forget_workers"):
     workers: Names
 
 
+class TellStandbys(Message, frozen=True, tag="tell_standbys"):
+    """A supervisor tells which of these `workers`, all of which are to have a standby, have one that is `ready`.
+
+    A standby itself says nothing before it takes over.
+    """
+
+    tag: int
+    workers: Names
+    ready: Names = ()
+
+
 class ListPrefixes(Message, frozen=True, tag="list_prefixes"):
     """Ask for the largest cached prefixes, at most `limit`."""
 
@@ -460,6 +471,7 @@ AdminMessage: TypeAlias = (
     | AuditWorkers
     | ReleaseQuarantine
     | ForgetWorkers
+    | TellStandbys
     | ListPrefixes
     | DropPrefixes
     | ReloadKeys
@@ -645,6 +657,7 @@ class WorkerRow(Part, frozen=True):
     prompt_tokens: int = 0  # computed
     prompts_waiting: int = 0  # prompts that wait or are under way
     prompt_wait_s: float = 0.0  # seconds since the oldest of these was admitted
+    standby: str = ""  # ready or missing, as its supervisor told; empty: it is to have none
 
 
 class PoolRow(Part, frozen=True):

@@ -20,6 +20,8 @@ NO_JOURNAL: Final = "none"
 AUTO_FLOOR: Final = "auto"
 #: Of `draft_tokens`. AUTO: the worker chooses a number for each step.
 DraftTokens: TypeAlias = int | Literal["auto"]
+#: Of `standby`. AUTO: one on a GPU, under `hisparse up`.
+Standby: TypeAlias = int | Literal["auto"]
 #: Of `gap_target_ms`. AUTO: a multiple of a plain step, which the worker measures.
 GapTarget: TypeAlias = float | Literal["auto"]
 #: Value of `cors_origins` that stands for all origins.
@@ -124,6 +126,9 @@ class WorkerSettings(Settings, frozen=True):
     draft_tokens: DraftTokens = 0  # tokens drafted for a step by the model's draft layer: 0 to 4; auto: as many as pay
     deterministic: bool = False  # outputs do not depend on the batch
     threads: int = 0  # torch threads; 0: torch's default
+    standby: Standby = (
+        AUTO  # processes of `hisparse up` that wait to take over from this worker: 0 or 1; auto: 1 on a GPU
+    )
     group: str = ""  # name of the group that this worker is a rank of; empty: this worker holds the whole model
     group_rank: int = 0  # number of this worker in its group, from 0 on
     group_size: int = 1  # ranks that share the experts of one model
@@ -134,6 +139,11 @@ class WorkerSettings(Settings, frozen=True):
     record_selections: str = ""  # trace of selections, in FILE.WORKER.PID; makes steps longer; empty: off
     metrics_host: str = "127.0.0.1"  # address of the metrics page
     metrics_port: int = 0  # port of the metrics page; 0: any free port, printed at start; -1: off
+
+    @property
+    def standbys(self) -> int:
+        """Processes that wait to take over from this worker; AUTO is none, until `hisparse up` has resolved it."""
+        return 0 if self.standby == AUTO else int(self.standby)
 
     @property
     def draft_tokens_max(self) -> int:

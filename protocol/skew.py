@@ -26,6 +26,8 @@ from protocol.messages import (
     PROTOCOL_VERSION,
     CoordinatorMessage,
     GatewayMessage,
+    WorkerRow,
+    WorkerRows,
     encode,
 )
 
@@ -34,9 +36,9 @@ from protocol.messages import (
 PROTOCOL_VERSION_MIN: Final[int] = 9
 #: How many fields at the end of a struct PROTOCOL_VERSION_MIN does not have, of structs that a coordinator sends. None
 #: of them contains another.
-NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {}
+NEWER_FIELDS: Final[Mapping[type[msgspec.Struct], int]] = {WorkerRow: 1}
 #: Messages of a coordinator that contain such a struct.
-CHANGED: Final[frozenset[type[msgspec.Struct]]] = frozenset()
+CHANGED: Final[frozenset[type[msgspec.Struct]]] = frozenset({WorkerRows})
 
 assert PROTOCOL_VERSION - PROTOCOL_VERSION_MIN in (0, 1)  # no version between them, for which nothing is cut
 

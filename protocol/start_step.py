@@ -17,6 +17,8 @@ from typing import Final
 
 #: Of a name: the kernel cuts what is longer.
 NAME_BYTES_MAX: Final = 15
+#: The step of a process that waits for the order to start as a worker.
+STANDBY: Final = "standby"
 SELF: Final = Path("/proc/self/comm")
 
 

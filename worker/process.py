@@ -56,10 +56,12 @@ from worker.link.link_state import NAME_LIMITS, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 from worker.loop.executor import Executor
 from worker.loop.recording import SelectionRecorder
+from worker.pool.host_pool import MappedPool
 from worker.pool.start import open_pool, size_pool
 from worker.runners.base import Runner
 from worker.runners.checkpoint import fingerprint
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
+from worker.standby import DismissedError, stand_by
 from worker.streams import Streams, make_streams
 from worker.transfer.transfers import check_transfer, open_transfers
 
@@ -71,9 +73,9 @@ JOIN_LIMIT_S: Final = 5.0
 log = logs.logger("worker.process")
 
 
-def run_worker(config: Config) -> int:
+def run_worker(config: Config, *, as_standby: bool = False) -> int:
     """Run one worker until it is told to leave; the exit code. Raises HiSparseError for what is refused at start or by
-    the coordinator."""
+    the coordinator. `as_standby`: once it is ordered to take over from another (worker.standby)."""
     settings = config.worker
     logs.configure(config.cluster.log_level, config.cluster.log_format, worker=settings.name)
     disable_progress_bar()  # stderr is one event a line
@@ -81,7 +83,10 @@ def run_worker(config: Config) -> int:
         torch.set_num_threads(settings.threads)
     try:
         with interruptible() as halted:
-            worker = WorkerProcess(config, halted)
+            attached = stand_by(config, halted) if as_standby else None
+            worker = WorkerProcess(config, halted, attached=attached, takes_over=as_standby)
+    except DismissedError:
+        return EXIT_CLEAN
     except StartInterruptedError as stop:
         log.info("stopped during start", extra=fields(signal=stop.name))
         return EXIT_INTERRUPTED
@@ -96,9 +101,20 @@ def run_worker(config: Config) -> int:
 
 
 class WorkerProcess:
-    """The parts of one worker, wired. Raises HiSparseError when they cannot be; `halted` ends the start of the pool."""
+    """The parts of one worker, wired. Raises HiSparseError when they cannot be; `halted` ends the start of the pool.
 
-    def __init__(self, config: Config, halted: threading.Event) -> None:
+    `attached` is the pool that a standby has attached to. `takes_over`: requests of another worker wait for this one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        halted: threading.Event,
+        *,
+        attached: MappedPool | None = None,
+        takes_over: bool = False,
+    ) -> None:
+        self._takes_over = takes_over
         access(config.cluster, "worker", config.cluster.worker_endpoint)  # refused now, not after minutes of loading
         if config.worker.device != "cpu":
             let_segments_grow()
@@ -107,13 +123,13 @@ class WorkerProcess:
         tell_step("group" if config.worker.group else "model")
         self._group = Group.join(config, fingerprint(config.worker.model)) if config.worker.group else None
         try:
-            self._start(config, halted)
+            self._start(config, halted, attached)
         except BaseException:
             if self._group is not None:
                 self._group.close()
             raise
 
-    def _start(self, config: Config, halted: threading.Event) -> None:
+    def _start(self, config: Config, halted: threading.Event, attached: MappedPool | None) -> None:
         collectives = self._group.collectives if self._group is not None else None
         runner = load_runner(config.worker, collectives, keeper_path(config) if config.worker.keeper else None)
         self._weights_seconds = runner.weights_seconds
@@ -127,7 +143,7 @@ class WorkerProcess:
         _announce(settings, sizing)
         host_pages = sizing.capacity.host_pages
         self._recorder = _recorder(settings, runner)
-        self._pool = open_pool(config, runner.geometry, host_pages, runner.info.fingerprint, halted)
+        self._pool = open_pool(config, runner.geometry, host_pages, runner.info.fingerprint, halted, attached=attached)
         try:
             self._wire(config, runner, sizing)
         except BaseException:
@@ -158,6 +174,7 @@ class WorkerProcess:
             self._outbox,
             group=self._group,
             recorder=self._recorder,
+            graphs_later=self._takes_over and self._group is None,
         )
         if settings.device != "cpu":
             left = free_device_bytes(settings.device)

@@ -340,6 +340,7 @@ def _command_handlers(scheduler: SchedulerApi) -> dict[type, CommandHandler]:
         messages.UndrainWorkers: lambda peer, m: it.undrain(m.workers, peer.owner),
         messages.ReleaseQuarantine: lambda peer, m: it.release_quarantine(m.workers, peer.owner, died=m.died),
         messages.ForgetWorkers: lambda _, m: it.forget_workers(m.workers),
+        messages.TellStandbys: lambda _, m: it.tell_standbys(m.workers, m.ready),
         messages.DropPrefixes: lambda peer, m: it.drop_prefixes(m.prefix_ids, m.owners, peer.owner),
         messages.StopCoordinator: lambda peer, m: it.stop(m.deadline_s, peer.owner),
     }

@@ -191,6 +191,10 @@ class SchedulerApi(Actor[Message]):
         connected or awaited, or whose lost process may still write host pages."""
         return await self.ask(lambda reply: events.ForgetWorkersAsk(workers, reply))
 
+    async def tell_standbys(self, workers: tuple[str, ...], ready: tuple[str, ...]) -> tuple[str, ...]:
+        """Note which of these workers have a standby that is ready, for listings and metrics."""
+        return await self.ask(lambda reply: events.StandbysAsk(workers, ready, reply))
+
     async def largest_prefixes(self, limit: int) -> tuple[list[messages.PrefixRow], int]:
         """The largest cached prefixes of all nodes, and how many there are. Other tasks run meanwhile: what they evict
         is left out."""

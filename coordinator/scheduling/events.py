@@ -187,6 +187,14 @@ class ForgetWorkersAsk(msgspec.Struct, frozen=True):
     reply: Reply[tuple[str, ...]]
 
 
+class StandbysAsk(msgspec.Struct, frozen=True):
+    """Note which of these workers, all of which are to have a standby, have one that is `ready`."""
+
+    workers: tuple[str, ...]
+    ready: tuple[str, ...]
+    reply: Reply[tuple[str, ...]]
+
+
 class StopAsk(msgspec.Struct, frozen=True):
     deadline_s: float
     owner: str
@@ -338,6 +346,7 @@ Ask: TypeAlias = (
     | ReleaseAsk
     | DropPrefixesAsk
     | ForgetWorkersAsk
+    | StandbysAsk
     | StopAsk
     | WorkerUp
     | WorkerBack

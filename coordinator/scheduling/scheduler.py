@@ -382,6 +382,9 @@ class Scheduler(SchedulerApi):
                     else self._registry.forget(ask.workers)
                 )
                 ask.reply.set(lines)
+            case events.StandbysAsk(workers, ready):
+                self._registry.note_standbys(workers, ready)
+                ask.reply.set(())
             case events.WorkerUp():
                 is_changing = any(step.node == ask.hello.node for step in turn.steps)
                 worker = self._registry.join(ask.hello, ask.port, is_changing=is_changing)

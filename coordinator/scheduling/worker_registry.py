@@ -70,6 +70,7 @@ class WorkerRegistry:
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._incarnations: OrderedDict[str, int] = OrderedDict()  # latest of each group
         self._gone: OrderedDict[str, _GoneWorker] = OrderedDict()
+        self._standbys: OrderedDict[str, str] = OrderedDict()
         self._capacities: list[tuple[str, WorkerCapacity]] = []
         self._capacities_since = -1
         self.model: ModelInfo | None = None
@@ -143,6 +144,14 @@ class WorkerRegistry:
         gone = self._gone.get(name)
         if gone is not None and gone.row.epoch == epoch:
             self._gone[name] = gone._replace(row=msgspec.structs.replace(gone.row, exit_proved=True))
+
+    def note_standbys(self, names: Sequence[str], ready: Sequence[str]) -> None:
+        """Note which of these workers have a standby that is ready, as their supervisor tells."""
+        for name in names:
+            self._standbys[name] = "ready" if name in ready else "missing"
+            self._standbys.move_to_end(name)
+        while len(self._standbys) > GONE_MAX:
+            self._standbys.popitem(last=False)
 
     def forget(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """List these disconnected workers no longer, all or none; one line per worker. The name of a group stands for
@@ -232,6 +241,7 @@ class WorkerRegistry:
             rank=member.rank if member else 0,
             ranks_missing=worker.ranks_missing,
             hot_sizing=worker.hot_sizing,
+            standby=self._standbys.get(worker.name, ""),
             **{name: heard[name] for name in heard.keys() & set(WorkerRow.__struct_fields__)},
         )
 

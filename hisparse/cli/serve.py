@@ -90,13 +90,14 @@ def coordinator(config: Config, die_with: int | None) -> int:
     *LOG_SETTINGS,
 )
 @die_with_option
-def worker(config: Config, die_with: int | None) -> int:
+@click.option("--as-standby", is_flag=True, hidden=True)
+def worker(config: Config, die_with: int | None, as_standby: bool) -> int:
     """Run one worker: the decode loop of one GPU, or of the CPU.
 
     SIGINT or SIGTERM withdraws its requests and exits; a second one exits at once.
     """
     _die_with(die_with)
-    return _worker_process()(config)
+    return _worker_process()(config, as_standby=as_standby)
 
 
 @click.command("http", short_help="Serve the APIs of OpenAI and Anthropic.")
@@ -294,7 +295,7 @@ def _die_with(parent_pid: int | None) -> None:
         stop_with_parent(parent_pid)
 
 
-def _worker_process() -> Callable[[Config], int]:
+def _worker_process() -> Callable[..., int]:
     """`worker.process.run_worker`. Raises ConfigError that names a missing package."""
     from protocol.errors import ConfigError
 

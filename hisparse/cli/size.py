@@ -321,7 +321,7 @@ def _budget(
 ) -> tuple[str, RankBytes]:
     """KV budget of a GPU with `gpu_mem` of memory, and what it holds beside KV. Raises ConfigError when that is all."""
     from protocol.byte_sizes import parse_size
-    from worker.device.sizing import auto_budget, require_weights_fit
+    from worker.device.sizing import STANDBY_DEVICE_BYTES, auto_budget, require_weights_fit
 
     gpu_bytes, sized = parse_size(gpu_mem, "--gpu-mem", takes_auto=True), load_config(None, dict(flags)).worker
     held = _held(path, dimensions, group_size, sized)
@@ -333,7 +333,8 @@ def _budget(
         exchange_bytes=held.exchange,
         prompt_bytes=held.prompts,
     )
-    return str(auto_budget(left, held.prompts)), held
+    standby = STANDBY_DEVICE_BYTES if group_size == 1 else 0
+    return str(auto_budget(left - standby, held.prompts)), held
 
 
 def _block(path: Path, dimensions: Any) -> tuple[int, int] | None:
@@ -388,6 +389,7 @@ def _print(
 ) -> None:
     from hisparse.console.output import print_table, size_text, write_line
     from hisparse.console.table import Column
+    from worker.device.sizing import STANDBY_DEVICE_BYTES, STANDBY_HOST_BYTES
 
     for line in _lines(plan, model, kind):
         write_line(line)
@@ -398,6 +400,9 @@ def _print(
         if held.exchange:
             write_line(f"Buffers for the exchange of rows: {size_text(held.exchange)}.")
         write_line(f"Prompt passes: {size_text(held.prompts)}.")
+        if group_size == 1:
+            standby = size_text(STANDBY_DEVICE_BYTES), size_text(STANDBY_HOST_BYTES)
+            write_line(f"A standby: {standby[0]} of the GPU, and {standby[1]} of host memory beside the pool.")
     columns: list[Column[Choice]] = [
         Column("HOT SLOTS", lambda it: str(it.hot_slots) if it.hot_slots else "resident", True),
         Column("HOT BUFFER", lambda it: size_text(it.hot_bytes), True),

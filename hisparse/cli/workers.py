@@ -45,6 +45,7 @@ def workers(config: Config, interval_s: float | None, output: str) -> None:
         Column("HOT FLOOR", floor_text, True, goes=11),
         Column("HIT RATE", lambda row: share_text(row.hits, row.hits + row.misses), True, goes=2),
         Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True, goes=9),
+        Column("STANDBY", lambda row: row.standby or "-", goes=12),
         Column("LAST SEEN S", lambda row: "-" if row.link_age_s == NOT_SEEN else f"{row.link_age_s:.1f}", True),
     ]
     list_rows(config, lambda client: client.workers(), columns, output, interval_s)

@@ -238,6 +238,10 @@ class Client:
         """List these disconnected workers, or those of these groups, no longer: see messages.ForgetWorkers."""
         return await self._do(lambda tag: messages.ForgetWorkers(tag, ids(workers)))
 
+    async def tell_standbys(self, workers: Sequence[str], ready: Sequence[str]) -> None:
+        """Tell which of these workers have a standby that is ready: see messages.TellStandbys."""
+        await self._do(lambda tag: messages.TellStandbys(tag, ids(workers), ids(ready)))
+
     async def prefixes(self, limit: int = 20) -> messages.PrefixRows:
         """The largest cached prefixes, 1,000 at most, and how many there are."""
         return await self._call(lambda tag: messages.ListPrefixes(tag, limit), messages.PrefixRows)

@@ -3,6 +3,7 @@
     parent           child
     Child.start  ->  runs in a new session: Ctrl-C in the terminal reaches only the parent, which decides the order of
                      stopping; it gets one SIGTERM when the parent dies (`stop_with_parent`)
+    Child.order  ->  one line on the standard input of a child that waits for it; the end of the input is the parent's
     Child.wait   <-  its exit, by a pidfd: no SIGCHLD handler, no polling, no thread per child
     stop_children    SIGTERM, a grace period, SIGKILL
 
@@ -16,6 +17,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -96,15 +98,16 @@ class Child:
         log_path: Path | None = None,
         *,
         inherited: Sequence[int] = (),
+        takes_orders: bool = False,
     ) -> Child:
         """Start `command`. Its output goes to `log_path`, by default to the parent's stderr; it has the descriptors
-        `inherited` under their numbers."""
+        `inherited` under their numbers. `takes_orders`: its standard input is a pipe that `order` writes to."""
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if log_path else None
         try:
             process = subprocess.Popen(
                 command,
                 env=dict(environ),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if takes_orders else subprocess.DEVNULL,
                 stdout=2 if log is None else log,
                 stderr=log,
                 start_new_session=True,
@@ -143,6 +146,17 @@ class Child:
         if self.running:
             self.process.send_signal(number)
 
+    def order(self) -> bool:
+        """Write the order that a child with `takes_orders` waits for; False: it has ended."""
+        stdin = self.process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(b"\n")
+            stdin.flush()
+        except OSError:
+            return False
+        return True
+
     def tail(self) -> str:
         """The last lines of its log; empty without `log_path`."""
         if self.log_path is None:
@@ -153,6 +167,9 @@ class Child:
         return "\n".join(lines[-TAIL_LINES:])
 
     def close(self) -> None:
+        if self.process.stdin is not None:
+            with suppress(OSError):  # what an ended child has not read
+                self.process.stdin.close()
         os.close(self.pidfd)
 
 

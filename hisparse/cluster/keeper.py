@@ -9,6 +9,9 @@
               its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). A
               coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise, and so
               is a worker that has not connected, and has come no further for START_LIMIT_S; of a group, no rank
+    standby   where a worker has one, it takes over in place of a restart (hisparse.cluster.standbys),
+              once the exit of the worker is proved: `_keep` has waited for its pidfd. It counts as a restart, for the
+              pause and for giving up; only the pause of a first short life is left out
     group     restarted whole. When one rank ends, the others end by themselves (hisparse.cluster.group_end), or are
               killed when they do not; then all start together, after one pause. Restarts are counted per group, and
               the group serves while all of its ranks are connected
@@ -41,10 +44,11 @@ from typing import Final, Protocol
 
 import trio
 
-from basics.request_states import POISON_STRIKES
 from hisparse.client.client import Client, open_client
 from hisparse.cluster.children import Child, exit_text
 from hisparse.cluster.group_end import RankEnd, blamed, end_text, follow_limit_s, is_wanted
+from hisparse.cluster.restarts import Restarts, unseen_service_s
+from hisparse.cluster.standbys import Standbys
 from hisparse.console.options import EXIT_CODES
 from protocol.errors import (
     BadInput,
@@ -61,13 +65,6 @@ from protocol.settings import Config
 from protocol.transport.keys import access
 from worker.pool.file import PoolHold
 
-#: The first and the longest pause before a restart.
-RESTART_PAUSE_MIN_S: Final = 0.5
-RESTART_PAUSE_MAX_S: Final = 30.0
-#: A child is given up after more short lives in a row than these.
-RESTARTS_MAX: Final = 12
-#: From when on a process counts as serving whose service is not seen, as that of an HTTP front.
-STABLE_S: Final = 60.0
 #: Heartbeat limits for which a worker may be missing, and a coordinator silent, before it is killed.
 HUNG_LIMITS: Final = 2
 COORDINATOR_HUNG_LIMITS: Final = 4
@@ -82,8 +79,6 @@ CONNECTED: Final = frozenset({"connected", "draining", "drained"})
 #: Exit codes with which a process refuses to start: it has said why, and would refuse again.
 REFUSALS: Final = {EXIT_CODES[it.code]: it for it in (BadInput, ConfigError, CapacityError, NotAllowed, ProtocolError)}
 
-assert RESTART_PAUSE_MIN_S * 2**RESTARTS_MAX > RESTART_PAUSE_MAX_S  # the longest pause is reached before giving up
-assert RESTARTS_MAX >= 2 * POISON_STRIKES  # two poisonous requests are found before their worker is given up
 assert COORDINATOR_HUNG_LIMITS > HUNG_LIMITS  # a slow coordinator is killed later than a worker would be
 
 
@@ -101,27 +96,6 @@ async def _no_word(names: Sequence[str]) -> None:
 async def _tell_end(child: Child, sender: trio.MemorySendChannel[RankEnd]) -> None:
     status = await child.wait()
     await sender.send(RankEnd(child.name, status))
-
-
-@dataclass
-class Restarts:
-    """Pauses before the restarts of one child. Pure."""
-
-    short_lives: int = 0
-    pause_s: float = RESTART_PAUSE_MIN_S
-
-    def after(self, served_s: float) -> float | None:
-        """Seconds to wait after a life in which the child served for `served_s`; None: do not restart it."""
-        self.short_lives = 1 if served_s > self.pause_s else self.short_lives + 1
-        if self.short_lives > RESTARTS_MAX:
-            return None
-        self.pause_s = min(RESTART_PAUSE_MIN_S * 2 ** (self.short_lives - 1), RESTART_PAUSE_MAX_S)
-        return self.pause_s
-
-
-def unseen_service_s(ran_s: float) -> float:
-    """Estimate how long a process has served that ran for `ran_s`, where the begin of its service is not seen."""
-    return ran_s if ran_s >= STABLE_S else 0.0
 
 
 @dataclass
@@ -249,8 +223,11 @@ class Keeper:
         elsewhere: Collection[str] = (),
         vouch: Callable[[Sequence[str]], Awaitable[None]] = _no_word,
         starting: bool = False,
+        standbys: Standbys | None = None,
     ) -> None:
         self._starting = starting
+        self._standbys = standbys
+        self._restarts = {name: Restarts() for name in cluster.by_name}
         self._cluster = cluster
         self._report = report
         self._changed = changed
@@ -278,13 +255,16 @@ class Keeper:
                     self._watch.began(name, trio.current_time())
                     if name not in in_groups:
                         nursery.start_soon(self._keep, name)
+                if self._standbys is not None:
+                    for name in self._standbys.names:
+                        nursery.start_soon(self._keep_standby, self._standbys, name)
                 for group, ranks in groups.items():
                     nursery.start_soon(self._keep_group, group, ranks)
                 nursery.start_soon(self._watch_all)
         return self._last
 
     async def _keep(self, name: str) -> None:
-        restarts = Restarts()
+        restarts = self._restarts[name]
         while True:
             child, began = self._cluster.by_name[name], trio.current_time()
             status = await child.wait()
@@ -297,12 +277,24 @@ class Keeper:
                 await self._tell_gone([name])
                 self._let_go(name, child)
                 return
-            self._report(f"{name} {exit_text(status)}; restarted in {pause_s:g} s")
+            standby = self._standbys if self._standbys is not None and self._standbys.has(name) else None
+            if standby is not None and restarts.short_lives == 1:
+                pause_s = 0.0
+            what = "its standby takes over" if standby is not None else "restarted"
+            self._report(f"{name} {exit_text(status)}; {what} in {pause_s:g} s")
             await self._tell_gone([name])
             await trio.sleep(pause_s)
-            self._cluster.restart(name)
+            if standby is None or not standby.take_over(name):
+                self._cluster.restart(name)
             self._watch.began(name, trio.current_time())
             self._changed()
+
+    async def _keep_standby(self, standbys: Standbys, name: str) -> None:
+        def serves() -> bool:
+            since = self._watch.serves_since([name])
+            return since is not None and trio.current_time() - since > self._restarts[name].pause_s
+
+        await standbys.keep(name, serves, self._report, self._changed)
 
     async def _keep_group(self, group: str, ranks: Sequence[str]) -> None:
         restarts = Restarts()
@@ -392,8 +384,13 @@ class Keeper:
             await trio.sleep(WATCH_INTERVAL_S)
 
     async def _ask_on(self, client: Client, scope: trio.CancelScope) -> None:
-        """Ask for the workers in intervals; `scope` cancels it when an answer is overdue."""
+        """Ask for the workers in intervals, and tell which have standbys; `scope` cancels it when an answer is
+        overdue."""
+        told: list[str] | None = None
         while True:
+            if self._standbys is not None and self._standbys.names and told != self._standbys.ready:
+                told = self._standbys.ready
+                await client.tell_standbys(self._standbys.names, told)
             rows = await client.workers()
             self._watch.answered(rows, trio.current_time())
             self._look()
@@ -423,6 +420,9 @@ class Keeper:
                 stuck = f"has come no further than {child.step!r} for {START_LIMIT_S:g} s"
                 self._report(f"{name} {stuck if is_starting else 'hangs'}; killed")
                 child.signal(signal.SIGKILL)
+        for child in self._standbys.unheard(trio.current_time()) if self._standbys is not None else ():
+            self._report(f"{child.name} does not take over; killed")
+            child.signal(signal.SIGKILL)
 
     @property
     def _workers(self) -> Mapping[str, Child]:
@@ -435,5 +435,7 @@ class Keeper:
             self._report(f"the host pool {hold.path} is damaged, {damage}: all workers start again with a new one")
             for child in self._workers.values():
                 child.signal(signal.SIGKILL)
+            if self._standbys is not None:
+                self._standbys.kill()
             hold.let_go()
         hold.take()

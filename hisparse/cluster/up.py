@@ -9,7 +9,7 @@ Order, and why:
             listens. What dies is restarted (hisparse.cluster.starting). This process has the front's port from the
             beginning
     run     until a signal, `hisparse stop`, or until the cluster is over; children that died are restarted, hung ones
-            are killed (hisparse.cluster.keeper)
+            are killed (hisparse.cluster.keeper). Workers that have standbys get them (hisparse.cluster.standbys)
     stop    drain the coordinator (requests may run on until the deadline), then SIGTERM, then SIGKILL.
             The pool is removed last: it outlives workers by design, and only the parent knows that none will return.
             Until then the parent holds it open, so that no start of another cluster takes it for an abandoned one.
@@ -47,6 +47,7 @@ from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, op
 from hisparse.cluster.leftovers import check_leftovers, left_text
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.cluster.sockets import remove_dead_sockets
+from hisparse.cluster.standbys import Standbys
 from hisparse.cluster.starting import started
 from hisparse.cluster.weights import WeightKeepers
 from hisparse.http.server.api_keys import read_keys
@@ -91,12 +92,14 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.pool_hold = PoolHold(self.pool)
+        names = [settings.name for settings in self.placed if settings.standbys]
+        self.standbys = Standbys(names, self._start_standby, self._take_place)
         self.keepers = WeightKeepers(_report)
 
     @property
     def children(self) -> tuple[Child, ...]:
-        """All of them, those that keep weights too."""
-        return (*self.by_name.values(), *self.keepers.children.values())
+        """All of them, standbys and those that keep weights too."""
+        return (*self.by_name.values(), *self.standbys.children.values(), *self.keepers.children.values())
 
     @property
     def by_name(self) -> Mapping[str, Child]:
@@ -114,6 +117,18 @@ class Cluster:
         self.keepers.keep(own, self.log_dir)
         self.workers[settings.name] = start_child("worker", own, self.log_dir)
 
+    def _start_standby(self, name: str) -> Child:
+        own = msgspec.structs.replace(self.config, worker=self._settings(name))
+        self.keepers.keep(own, self.log_dir)
+        return start_child("worker", own, self.log_dir, as_standby=True)
+
+    def _take_place(self, name: str, child: Child) -> None:
+        self.workers[name].close()
+        self.workers[name] = child
+
+    def _settings(self, name: str) -> WorkerSettings:
+        return next(settings for settings in self.placed if settings.name == name)
+
     def add_http(self) -> None:
         self.http = start_child(HTTP, self.config, self.log_dir, self.ready_fd)
 
@@ -125,7 +140,7 @@ class Cluster:
         elif name == HTTP:
             self.add_http()
         else:
-            self.start_worker(next(it for it in self.placed if it.name == name))
+            self.start_worker(self._settings(name))
         return self.by_name[name]
 
     @property
@@ -158,6 +173,7 @@ class Cluster:
             "worker_endpoint": settings.worker_endpoint,
             "coordinator": {"pid": self.coordinator.pid},
             "workers": [{"name": name, "pid": child.pid} for name, child in self.workers.items()],
+            "standbys": [{"name": name, "pid": child.pid} for name, child in self.standbys.children.items()],
             "keepers": [{"worker": name, "pid": child.pid} for name, child in self.keepers.children.items()],
             "groups": [{"name": group, "workers": ranks} for group, ranks in self.groups.items()],
             "pool": str(self.pool),
@@ -296,13 +312,23 @@ def _unbound(host: str, error: OSError) -> ConfigError:
     )
 
 
-def start_child(subcommand: str, config: Config, log_dir: Path | None, ready_fd: int | None = None) -> Child:
-    """Start `hisparse SUBCOMMAND` with all settings of `config` in its environment. It ends with this thread."""
+def start_child(
+    subcommand: str,
+    config: Config,
+    log_dir: Path | None,
+    ready_fd: int | None = None,
+    *,
+    as_standby: bool = False,
+) -> Child:
+    """Start `hisparse SUBCOMMAND` with all settings of `config` in its environment. It ends with this thread.
+    `as_standby`: a worker that waits for `Child.order`."""
     name = config.worker.name if subcommand == "worker" else subcommand
     command = [sys.executable, "-m", "hisparse.cli", subcommand, "--die-with", str(os.getpid())]
     command += [] if ready_fd is None else ["--ready-fd", str(ready_fd)]
+    command += ["--as-standby"] if as_standby else []
     environ, log_path = child_environ() | to_environ(config), log_dir / f"{name}.log" if log_dir else None
-    return Child.start(name, command, environ, log_path, inherited=() if ready_fd is None else (ready_fd,))
+    inherited = () if ready_fd is None else (ready_fd,)
+    return Child.start(name, command, environ, log_path, inherited=inherited, takes_orders=as_standby)
 
 
 async def answers(config: Config) -> bool:
@@ -484,7 +510,8 @@ async def _serve(config: Config, options: UpOptions, interrupts: _Interrupts) ->
             _report(f"metrics of {name} at {url}")
         _report("Ctrl-C drains and stops; a second one exits at once")
         with _published(cluster, options.ready_file) as publish:
-            ended = await _until_asked_or_lost(Keeper(cluster, _report, publish), interrupts.asked)
+            keeper = Keeper(cluster, _report, publish, standbys=cluster.standbys)
+            ended = await _until_asked_or_lost(keeper, interrupts.asked)
             if ended is None:
                 await _drain(cluster, options.deadline_s)
                 return 0

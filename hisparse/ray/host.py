@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from hisparse.cluster.children import Child, child_environ
-from hisparse.cluster.keeper import Restarts, unseen_service_s
+from hisparse.cluster.restarts import Restarts, unseen_service_s
 from hisparse.cluster.up import STOP_GRACE_S
 from hisparse.console.options import EXIT_CODES
 from hisparse.ray.plan import NodePlan

@@ -56,6 +56,13 @@ def check_asked(config: Config) -> None:
             value=config.cluster.name,
             remedy="give it another name with --set cluster.name=NAME",
         )
+    if config.worker.standbys:
+        raise ConfigError(
+            "the nodes of a Ray cluster have no standbys: a worker that dies is started again",
+            field="worker.standby",
+            value=config.worker.standby,
+            remedy=f"set it to 0 or {AUTO}",
+        )
     if config.worker.host_mem == AUTO:
         raise ConfigError(
             "Ray has to know how much memory a node's host pool takes",

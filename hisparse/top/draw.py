@@ -177,6 +177,9 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
             Column("PROMPT/S", prompt_speed, True, goes=8, steady=8),
             Column("PROMPTS", _prompts, True, goes=9, steady=7, style=_prompts_style),
         ]
+    standbys: list[Column[WorkerRow]] = []
+    if any(row.standby for row in rows):
+        standbys = [Column("STANDBY", lambda row: row.standby or "-", goes=13, steady=7)]
     columns: list[Column[WorkerRow]] = [
         Column("WORKER", lambda row: row.worker, least=8, steady=8, cuts_middle=True),
         Column("STATE", _worker_state, least=12, steady=12, style=_worker_style),
@@ -194,6 +197,7 @@ def _workers(screen: Screen, width: int, rows_max: int) -> list[Text]:
         Column("H2D/S", swapped, True, goes=2, steady=6),
         Column("ACK MS", lambda row: f"{row.command_ack_ms:.1f}", True, goes=10, steady=6),
         Column("ROLE", lambda row: row.capacity.role, goes=11, steady=7),
+        *standbys,
         Column("NODE", lambda row: row.node, goes=12, least=12, steady=12, cuts_middle=True),
         Column("SEEN", _seen, True, goes=8, steady=5),
     ]

@@ -9,7 +9,8 @@ the wheel (row sizes are compile-time constants, so that line counts and alignme
 Cache: one file per unit under a key over everything that the result depends on (headers that it includes, defines,
 options, NVRTC's version, architecture, the format below); the compiler gets no other headers. A file is written beside
 its place and renamed, so readers see all of it or nothing and no lock is needed: two processes that compile the same
-unit publish the same bytes. A file whose digest does not fit its contents is compiled anew.
+unit publish the same bytes. A file whose digest does not fit its contents is compiled anew. What lies there runs on the
+device and, of other compilers, on the host: the folder is this user's alone.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ FORMAT: Final = 1
 OPTIONS: Final = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 LINE_BYTES: Final = 128
+PRIVATE_MODE: Final = 0o700
 LOADED_MAX: Final = 512  # kernels of one process: a worker has one row layout, tests have dozens
 
 Defines = tuple[tuple[str, int], ...]
@@ -105,8 +107,13 @@ def compile_unit(unit: str, defines: Defines, arch: str) -> Compiled:
 
 
 def headers_of_kernels() -> dict[str, str]:
-    """Texts of all headers in SOURCE_DIR, by the file's name."""
-    return {path.name: path.read_text() for path in sorted(SOURCE_DIR.glob("*.cuh"))}
+    """Texts of all headers in SOURCE_DIR, by the file's name; read once in a process."""
+    return _headers_in(SOURCE_DIR)
+
+
+@lru_cache(maxsize=4)
+def _headers_in(directory: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(directory.glob("*.cuh"))}
 
 
 def included(source: str, headers: Mapping[str, str]) -> dict[str, str]:
@@ -142,11 +149,33 @@ def parse_resources(log: str) -> tuple[Resources, ...]:
 
 
 def cache_dir() -> Path:
-    """$HISPARSE_KERNEL_CACHE, or hisparse/kernels in the user's cache folder."""
+    """$HISPARSE_KERNEL_CACHE, or hisparse/kernels in the user's cache folder, made with mode 0700 when missing.
+
+    One of this user that others may enter is closed to them. Raises ConfigError for a folder that another user may
+    write; one of root, as an image has it, may be read by all.
+    """
     chosen = os.environ.get("HISPARSE_KERNEL_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hisparse" / "kernels"
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hisparse" / "kernels"
+    place = Path(chosen) if chosen else default
+    try:
+        place.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
+        status = place.stat()
+        if status.st_uid == os.geteuid() and status.st_mode & 0o022:
+            place.chmod(PRIVATE_MODE)
+    except OSError as problem:
+        raise _unusable_cache(place, str(problem)) from problem
+    if status.st_uid not in (0, os.geteuid()) or (status.st_uid != os.geteuid() and status.st_mode & 0o022):
+        raise _unusable_cache(place, f"owner {status.st_uid}, mode {status.st_mode & 0o7777:04o}: others may write it")
+    return place
+
+
+def _unusable_cache(place: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"cannot be used: {reason}",
+        field="HISPARSE_KERNEL_CACHE",
+        value=place,
+        remedy="name a folder that this user may write, and no other",
+    )
 
 
 def cached_unit(unit: str, defines: Defines, arch: str, directory: Path) -> Compiled:
@@ -300,17 +329,12 @@ def _publish(place: Path, compiled: Compiled) -> None:
         "resources": [asdict(entry) for entry in compiled.resources],
     }
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".new-", delete=False) as file:
             file.write(json.dumps(head).encode() + b"\n" + compiled.cubin)
         Path(file.name).replace(place)
     except OSError as problem:
-        raise ConfigError(
-            f"cannot be written: {problem}",
-            field="HISPARSE_KERNEL_CACHE",
-            value=place.parent,
-            remedy="name a folder that this user may write",
-        ) from problem
+        raise _unusable_cache(place.parent, str(problem)) from problem
 
 
 def _nvrtc_version() -> tuple[int, int]:

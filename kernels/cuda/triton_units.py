@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, Final
 
 import torch
 
+from kernels.cuda.jit import cache_dir
 from protocol.errors import ConfigError
 
 #: Major compute capability from which blocks of a kernel may begin before the kernel ahead has ended.
@@ -22,7 +24,8 @@ def power_of_two(size: int) -> int:
 
 @lru_cache(maxsize=8)
 def triton_unit(name: str) -> ModuleType:
-    """kernels.cuda.`name`. Raises ConfigError where Triton is missing."""
+    """kernels.cuda.`name`, whose kernels are kept beside the others. Raises ConfigError where Triton is missing."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
     try:
         return importlib.import_module(f"kernels.cuda.{name}")
     except ImportError as problem:

@@ -262,6 +262,13 @@ TRUST: Final = Row(
             bad_above=5,
         ),
         Panel(
+            "Standbys that are ready",
+            "Of each worker that is to have a standby: 1 while it is ready. Bad: 0 for minutes: the worker's death "
+            "would cost a whole start.",
+            "short",
+            (Query("hisparse_worker_standbys_ready", "{{worker}}"),),
+        ),
+        Panel(
             "Links dropped, messages repeated",
             "Links that ended, by reason, and messages sent again or too early. Bad: a steady rate: a link loses "
             "messages, or a process is too slow to read them.",

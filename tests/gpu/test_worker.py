@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -43,6 +44,33 @@ def same(left: Logits, right: Logits) -> bool:
 def test_tokens_and_logits_are_those_of_the_cpu(sizes: tuple[int, ...], settings: object) -> None:
     _, logits = cpu.run_mixed(sizes, settings, cuda())  # type: ignore[arg-type]
     assert same(logits, cpu.resident())
+
+
+def test_graphs_that_another_thread_captures_between_steps_change_no_token(tmp_path: Path) -> None:
+    """As of a standby that has taken over: the thread of the loop is not the one that has warmed up."""
+    write_tiny_checkpoint(tmp_path, index_topk=model.TOPK, context_max_tokens=2_048)
+    tokens, *_ = model.run(tmp_path, (128, 0, 64), cuda())
+    streams: Streams = cuda()
+    failed: list[BaseException] = []
+    rig, lives = model.start(tmp_path, streams, graphs_later=True)
+
+    def loop() -> None:
+        try:
+            streams.adopt_thread()
+            for life, hot_slots in zip(lives, (128, 0, 64), strict=True):
+                assert rig.coordinator.admit(life, hot_slots)
+            rig.run()
+        except BaseException as error:
+            failed.append(error)
+
+    before = rig.executor._decoder.uncaptured
+    assert before >= 4
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert failed == []
+    assert rig.executor._decoder.uncaptured < before
+    assert [list(life.tokens) for life in lives] == tokens
 
 
 @pytest.mark.parametrize("groups", [SHARED, SEPARATE], ids=["shared", "separate"])

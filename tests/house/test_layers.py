@@ -56,7 +56,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"streams", "group"},
         {"runners"},
         {"transfer"},
-        {"loop"},
+        {"loop", "standby"},
         {"process"},
     ],
     "hisparse": [

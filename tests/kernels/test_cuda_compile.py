@@ -375,6 +375,28 @@ def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[st
     assert caught.value.field == "HISPARSE_KERNEL_CACHE"
 
 
+def test_the_cache_is_made_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HISPARSE_KERNEL_CACHE", str(tmp_path / "own" / "kernels"))
+    assert jit.cache_dir().stat().st_mode & 0o777 == 0o700
+    jit.cache_dir().chmod(0o777)
+    assert jit.cache_dir().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("user", "mode", "taken"), [(0, 0o755, True), (0, 0o777, False), (7, 0o755, False)])
+def test_a_cache_that_another_user_may_write_is_refused(
+    user: int, mode: int, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HISPARSE_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(jit.os, "geteuid", lambda: 1_000)
+    monkeypatch.setattr(Path, "stat", lambda path: SimpleNamespace(st_uid=user, st_mode=0o040000 | mode))
+    if taken:
+        assert jit.cache_dir() == tmp_path
+        return
+    with pytest.raises(ConfigError, match="others may write it") as caught:
+        jit.cache_dir()
+    assert caught.value.field == "HISPARSE_KERNEL_CACHE"
+
+
 def test_request_blocks_are_coresident_and_exchange_little() -> None:
     rows = (1, 3, 4, 13, 14, 18, 19, 24, 25, 44, 45, 66, 67)
     at_once = {16: 7, 8: 15, 5: 22, 4: 30, 2: 66}  # an H200

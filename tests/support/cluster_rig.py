@@ -101,12 +101,15 @@ def plant(patched: pytest.MonkeyPatch, defect: str, trigger: Path) -> None:
     """Workers that start from now on have `defect` (tests/support/planted.py), which shows while `trigger` is there."""
     start = up.start_child
 
-    def start_planted(subcommand: str, config: Config, log_dir: Path | None, *others: int | None) -> Child:
+    def start_planted(
+        subcommand: str, config: Config, log_dir: Path | None, *others: int | None, as_standby: bool = False
+    ) -> Child:
         if subcommand != "worker" or log_dir is None:
             return start(subcommand, config, log_dir, *others)
         command = [sys.executable, "-m", "tests.support.planted", defect, "worker", "--die-with", str(os.getpid())]
-        environ = child_environ() | to_environ(config)
-        return Child.start(config.worker.name, command, environ, log_dir / f"{config.worker.name}.log")
+        command += ["--as-standby"] if as_standby else []
+        environ, log_path = child_environ() | to_environ(config), log_dir / f"{config.worker.name}.log"
+        return Child.start(config.worker.name, command, environ, log_path, takes_orders=as_standby)
 
     patched.setattr(up, "start_child", start_planted)
     patched.setenv(PLANTED_WHILE, str(trigger))
@@ -137,7 +140,7 @@ async def cluster_of_two(
         trio.open_nursery() as nursery,
     ):
         if kept:
-            nursery.start_soon(Keeper(cluster, said.append, lambda: None).run)
+            nursery.start_soon(Keeper(cluster, said.append, lambda: None, standbys=cluster.standbys).run)
         yield cluster, client, said
         assert_audits_agreed(log_dir, await client.audit())
         nursery.cancel_scope.cancel()

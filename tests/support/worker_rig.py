@@ -74,6 +74,7 @@ class Rig:
         recorder: SelectionRecorder | None = None,
         pages: range | None = None,
         pace: Pacing | int = 0,
+        graphs_later: bool = False,
     ) -> None:
         """`pages` of the host pool are this rig's to give; by default all are. `pace` is of prompts; a number is the
         seed of one that is drawn, but for a GPU."""
@@ -98,6 +99,7 @@ class Rig:
             keep_logits=keep_logits,
             group=group,
             recorder=recorder,
+            graphs_later=graphs_later,
             **self._paced(pace, alone=group is None) if device == "cpu" else {},
         )
         self.coordinator.submit = self.executor.submit

@@ -146,7 +146,7 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 
 #: In place of the module `subprocess` of hisparse.cluster.children.
-FORKING: Final = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+FORKING: Final = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
 
 
 def run(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,8 @@ Everything a step touches is allocated once per bucket, so that what the runner 
 replayed: between steps only the inputs, the backup plan's place in its ring and the results' place change, and all
 three are outside of it. `warm_up` runs each bucket on padding, so that scratch memory, compiled kernels and library
 workspaces exist, and then captures it, the largest first: the memory of its graph serves the others. In deterministic
-mode there is one bucket, of all seats.
+mode there is one bucket, of all seats. Where requests of a lost worker wait, steps begin without graphs, which are
+captured one by one between steps (`capture_next`), behind the first; until then the same operations are launched.
 
 What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns. How many rows
 a step takes of a request, and which of them hold, is said by acceptance.py; T is StepRows.backup_steps there.
@@ -194,6 +195,19 @@ class StepTokens:
         return (self.logprobs[number, :words].tobytes(),) if self.logprobs is not None and words else ()
 
 
+@dataclass(frozen=True)
+class _Capture:
+    """A graph that is to be captured: `name` is its attribute of the bucket."""
+
+    bucket: _Bucket
+    name: str
+    launch: Callable[[], None]
+
+    @property
+    def is_timed(self) -> bool:
+        return self.name.startswith("timed")
+
+
 class Decoder:
     """Launches and reads steps, in order."""
 
@@ -247,6 +261,7 @@ class Decoder:
         self._number = 0
         self._launched: deque[_Launched] = deque()
         self._begun: _Begun | None = None
+        self._uncaptured: deque[_Capture] = deque()
         self._backed_up: deque[Fence] = deque()
         self._undurable: deque[tuple[Fence, list[RunningRequest], StepProgress]] = deque()
 
@@ -260,8 +275,11 @@ class Decoder:
         """Whether everything launched was read and seen durable."""
         return not self._launched and not self._undurable and self._begun is None
 
-    def warm_up(self, *, graphs: bool) -> None:
-        """Run each bucket once on padding alone and, where there are graphs and if asked for, capture it. Blocks."""
+    def warm_up(self, *, graphs: bool, later: bool = False) -> None:
+        """Run each bucket once on padding alone and, where there are graphs and if asked for, capture it. Blocks.
+
+        `later`: leave captures to `capture_next`.
+        """
         compute = self._streams.compute
         for bucket in sorted(self._buckets, key=lambda it: -len(it.outputs.tokens)):
             self._upload(bucket, [])
@@ -269,15 +287,38 @@ class Decoder:
             self._launch_runner(bucket)
             compute.record("sampled").wait()
             if graphs:
-                bucket.replay = self._streams.capture(partial(self._launch_runner, bucket))
-                bucket.forward = self._streams.capture(partial(self._launch_forward, bucket))
-            if graphs and bucket.drafts is not None:
-                bucket.begin = self._streams.capture(bucket.drafts.launch_begin)
-                bucket.verify = self._streams.capture(partial(bucket.drafts.launch_verify, bucket.outputs))
-            if graphs and self._timed_every:
-                with self._timing():
-                    bucket.timed_replay = self._streams.capture(partial(self._launch_runner, bucket))
-                    bucket.timed_forward = self._streams.capture(partial(self._launch_forward, bucket))
+                self._uncaptured += self._captures_of(bucket)
+            while not later and self._uncaptured:
+                self.capture_next()
+
+    def _captures_of(self, bucket: _Bucket) -> Iterator[_Capture]:
+        """The graphs of a bucket, those of most steps first."""
+        yield _Capture(bucket, "replay", partial(self._launch_runner, bucket))
+        yield _Capture(bucket, "forward", partial(self._launch_forward, bucket))
+        if bucket.drafts is not None:
+            yield _Capture(bucket, "begin", bucket.drafts.launch_begin)
+            yield _Capture(bucket, "verify", partial(bucket.drafts.launch_verify, bucket.outputs))
+        if self._timed_every:
+            yield _Capture(bucket, "timed_replay", partial(self._launch_runner, bucket))
+            yield _Capture(bucket, "timed_forward", partial(self._launch_forward, bucket))
+
+    @property
+    def uncaptured(self) -> int:
+        """Graphs that `capture_next` is to capture."""
+        return len(self._uncaptured)
+
+    @property
+    def may_capture(self) -> bool:
+        """Return whether a graph is left to be captured, and this is the moment: behind a step, all draws of which have
+        been launched. The first step of a thread makes what libraries hold for each thread, as a handle of cuBLAS,
+        which nothing may make in a capture."""
+        return bool(self._uncaptured) and self._number > 0 and self._begun is None
+
+    def capture_next(self) -> None:
+        """Capture the next graph, between two steps. Blocks until the device is idle."""
+        capture = self._uncaptured.popleft()
+        with self._timing() if capture.is_timed else nullcontext():
+            setattr(capture.bucket, capture.name, self._streams.capture(capture.launch))
 
     @property
     def batch_sizes(self) -> list[int]:

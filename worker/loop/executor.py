@@ -122,11 +122,13 @@ class Executor:
         group: Group | None = None,
         recorder: SelectionRecorder | None = None,
         pace: Pacing | None = None,
+        graphs_later: bool = False,
     ) -> None:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
         `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` and
         `group` are closed by the caller, and so is `recorder`; `pace` is by default the one that settings ask
-        for. A `group` wants a GroupRunner; all ranks build their executors at the same time."""
+        for. `graphs_later`: capture graphs between the first steps. A `group` wants a GroupRunner; all ranks build
+        their executors at the same time."""
         streams.adopt_thread()
         streams.waits_for_peers = group is not None
         self.counters = counters or WorkerCounters()
@@ -224,13 +226,13 @@ class Executor:
         self._stopped, self._end_at = False, 0.0
         self._rounds = self._agree(group, settings) if group is not None else None
         self._is_behind_prompt = False  # the last round was of prompts, of any rank
-        self.scratch_bytes = self._warm_up(settings) if self.state.rows.is_cuda else 0
+        self.scratch_bytes = self._warm_up(settings, graphs_later=graphs_later) if self.state.rows.is_cuda else 0
         self._read_at = self._counted_at = clock()
 
-    def _warm_up(self, settings: WorkerSettings) -> int:
+    def _warm_up(self, settings: WorkerSettings, *, graphs_later: bool) -> int:
         """Bytes of the device that steps take beside the budget: scratch memory, graphs, compiled kernels."""
         before = free_device_bytes(settings.device)
-        self._decoder.warm_up(graphs=settings.graphs)
+        self._decoder.warm_up(graphs=settings.graphs, later=graphs_later)
         return before - free_device_bytes(settings.device)
 
     def _agree(self, group: Group, settings: WorkerSettings) -> Rounds:
@@ -301,7 +303,16 @@ class Executor:
         if ready:
             self._launch_step(ready, is_alone=not prompt)
         busy |= self._read(self._lookahead if ready else 0, beside_prompt=prompt)
-        return busy or bool(ready)
+        return self._capture_next() or busy or bool(ready)
+
+    def _capture_next(self) -> bool:
+        """Capture a graph that is left from the start; whether there was one."""
+        if not self._decoder.may_capture:
+            return False
+        self._decoder.capture_next()
+        if not self._decoder.uncaptured:
+            log.info("graphs captured")
+        return True
 
     def _take_round(self, rounds: Rounds) -> bool:
         """Take part in the next round of the group, with what this rank has for it; whether there was one."""

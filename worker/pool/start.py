@@ -1,5 +1,7 @@
 """A worker's way to its host pool at start: reclaim, size, open, register; each step refuses before it takes anything.
 
+A standby opens and registers the pool that is there ahead of its worker's death, and neither reads nor writes it.
+
 A pool that is there already decides its own size when `host_mem` is auto: workers of a node share one, and a successor
 finds the rows of its predecessor in it.
 """
@@ -45,12 +47,36 @@ def size_pool(config: Config, geometry: Geometry, model_fingerprint: str) -> Con
     return msgspec.structs.replace(config, worker=msgspec.structs.replace(settings, host_mem=str(host_bytes)))
 
 
+def attach_pool(
+    config: Config, geometry: Geometry, model_fingerprint: str, halted: threading.Event
+) -> MappedPool | None:
+    """Open the node's pool for a worker to come; None: there is none of this geometry and model. Raises as `open_pool`
+    does."""
+    path = Path(pool_path(config.worker.pool_dir, config.worker.node))
+    found = find_pool(path, Header.of(geometry, 0, model_fingerprint, {}))
+    return None if found is None else open_pool(config, geometry, found.pages, model_fingerprint, halted)
+
+
 def open_pool(
-    config: Config, geometry: Geometry, host_pages: int, model_fingerprint: str, halted: threading.Event
+    config: Config,
+    geometry: Geometry,
+    host_pages: int,
+    model_fingerprint: str,
+    halted: threading.Event,
+    *,
+    attached: MappedPool | None = None,
 ) -> MappedPool:
-    """The node's pool, registered with the worker's device. Raises as HostPool's methods do; then nothing is held."""
+    """The node's pool, registered with the worker's device. Raises as HostPool's methods do; then nothing is held.
+
+    It is `attached`, if that is the pool that lies there now and has `host_pages`; if not, `attached` is closed.
+    """
     settings = config.worker
     path = Path(pool_path(settings.pool_dir, settings.node))
+    if attached is not None:
+        found = find_pool(path, Header.of(geometry, 0, model_fingerprint, {}))
+        if found is not None and (found.pool_id, found.pages) == (attached.pool_id, host_pages):
+            return attached
+        attached.close()
     owner = {
         "cluster": config.cluster.name,
         "node": settings.node,

@@ -418,6 +418,16 @@ async def test_disconnected_worker_is_listed_until_it_is_forgotten(autojump_cloc
         assert {row.worker for row in rig.scheduler.worker_rows()} == {"w0", "w1"}
 
 
+async def test_workers_are_listed_with_their_standbys(autojump_clock: MockClock) -> None:
+    async with open_rig() as rig:
+        for name in ("w0", "w1", "w2"):
+            await rig.add_worker(name)
+        await rig.scheduler.tell_standbys(("w0", "w1"), ("w1",))
+        assert [row.standby for row in rig.scheduler.worker_rows()] == ["missing", "ready", ""]
+        await rig.scheduler.tell_standbys(("w0", "w1"), ("w0",))
+        assert [row.standby for row in rig.scheduler.worker_rows()] == ["ready", "missing", ""]
+
+
 @pytest.mark.refuses("have host pages in quarantine, and no exit is proved")
 async def test_worker_that_may_still_write_pages_is_not_forgotten(autojump_clock: MockClock) -> None:
     async with open_rig() as rig:

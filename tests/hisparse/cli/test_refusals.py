@@ -361,6 +361,10 @@ CASES: Final[dict[str, Case]] = {
     "group named for up": Case(
         "up --model {tmp}/tiny --set worker.group=g7 --set worker.group_rank=0", 8, "and pass --group-size", given=tiny
     ),
+    "standby of a rank": Case(
+        "up --model {tmp}/tiny -n 2 --group-size 2 --set worker.standby=1", 8, "(set it to 0 or auto)", given=tiny
+    ),
+    "two standbys": Case("up --model {tmp}/tiny --set worker.standby=2", 8, "not from 0 to 1 (use 0 to 1)", given=tiny),
     "group on one GPU": Case(
         "up --model {tmp}/tiny -n 2 --group-size 2 --device cuda:0 --set worker.stream_backend=cuda "
         "--set worker.pool_dir={tmp}",
@@ -393,7 +397,7 @@ CASES: Final[dict[str, Case]] = {
         f"{SIZE} --host-mem 1GB",
         2,
         "give --gpu-mem, the whole memory of a GPU, or --device-mem, its KV budget",
-        [f"{SIZE} --host-mem 1GB --gpu-mem 1GB", f"{SIZE} --host-mem 1GB --device-mem 1GB"],
+        [f"{SIZE} --host-mem 1GB --gpu-mem 2GB", f"{SIZE} --host-mem 1GB --device-mem 1GB"],
         tiny,
     ),
     "no GPU, the budget": Case(
@@ -405,19 +409,19 @@ CASES: Final[dict[str, Case]] = {
     ),
     "no GPU": Case(f"{SIZE} --host-mem 1GB --gpu-mem auto", 8, "no GPU is here (give a size, as in 141GB)", given=tiny),
     "uneven GPUs": Case(
-        f"{SIZE} --host-mem 1GB --gpu-mem 1GB --workers 3 --group-size 2", 2, "neither whole groups of 2", given=tiny
+        f"{SIZE} --host-mem 1GB --gpu-mem 2GB --workers 3 --group-size 2", 2, "neither whole groups of 2", given=tiny
     ),
     "auto drafts in a group": Case(
-        f"{SIZE} --host-mem 1GB --gpu-mem 1GB --group-size 2 --draft-tokens auto",
+        f"{SIZE} --host-mem 1GB --gpu-mem 2GB --group-size 2 --draft-tokens auto",
         2,
         "draft equally many tokens in all steps: use 0 to 4",
         given=tiny,
     ),
     "context of another model": Case(
-        f"{SIZE.replace('1k', '128k')} --host-mem 1GB --gpu-mem 1GB",
+        f"{SIZE.replace('1k', '128k')} --host-mem 1GB --gpu-mem 2GB",
         8,
         "(use 16384 or less)",
-        [f"{SIZE.replace('1k', '16384')} --host-mem 1GB --gpu-mem 1GB"],
+        [f"{SIZE.replace('1k', '16384')} --host-mem 1GB --gpu-mem 2GB"],
         tiny,
     ),
     "no count of tokens": Case(

@@ -15,19 +15,16 @@ import trio
 
 from hisparse.cluster import group_end
 from hisparse.cluster import keeper as keeping
+from hisparse.cluster import restarts as restarting
 from hisparse.cluster.children import Child
 from hisparse.cluster.group_end import PEER_END_LIMIT_S, RankEnd, blamed, end_text, follow_limit_s, is_wanted
 from hisparse.cluster.keeper import (
     COORDINATOR,
     HTTP,
-    RESTART_PAUSE_MAX_S,
-    RESTARTS_MAX,
-    STABLE_S,
     ChildWatch,
     Keeper,
-    Restarts,
-    unseen_service_s,
 )
+from hisparse.cluster.restarts import RESTART_PAUSE_MAX_S, RESTARTS_MAX, STABLE_S, Restarts, unseen_service_s
 from protocol.config import HostFacts, build
 from protocol.errors import WrongState
 from protocol.messages import WorkerRow
@@ -463,8 +460,8 @@ async def test_short_lives_of_a_group_are_counted_together(
     tmp_path: Path, clusters: list[FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever rank ends it. A life in which a rank was never connected is short, however long its start took."""
-    monkeypatch.setattr(keeping, "RESTARTS_MAX", 3)
-    monkeypatch.setattr(keeping, "RESTART_PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr(restarting, "RESTARTS_MAX", 3)
+    monkeypatch.setattr(restarting, "RESTART_PAUSE_MIN_S", 0.01)
     lives = [tmp_path / f"life{number}" for number in range(4)]
     codes = {
         COORDINATOR: [SLEEP],

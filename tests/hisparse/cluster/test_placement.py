@@ -43,6 +43,20 @@ def test_ranks_of_a_group_are_neighbours_with_one_role_and_a_gpu_each() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("asked", "device", "standbys"), [("auto", "cuda", 1), ("auto", "cpu", 0), (0, "cuda", 0), (1, "cpu", 1)]
+)
+def test_a_worker_has_a_standby_on_a_gpu_or_if_asked_for(asked: Any, device: str, standbys: int) -> None:
+    settings = WorkerSettings(device=device, standby=asked)
+    assert [it.standby for it in placed(2, settings)] == [standbys] * 2
+
+
+def test_ranks_have_no_standby() -> None:
+    assert [it.standby for it in placed(2, group_size=2, gpus=2)] == [0, 0]
+    with pytest.raises(ConfigError, match=r"worker\.standby=1: ranks of a group have no standby"):
+        placed(2, msgspec.structs.replace(GPU, standby=1), group_size=2, gpus=2)
+
+
 def test_a_worker_reads_the_same_settings_from_its_environment() -> None:
     config = build({}, {}, {"cluster.runtime_dir": "/run/h"}, HostFacts("h", 1, 1))
     (_, rank) = place(config.worker, 2, group_size=2, experts=4)

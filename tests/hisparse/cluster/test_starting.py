@@ -17,7 +17,7 @@ import pytest
 import trio
 
 from hisparse.cluster import children as children_module
-from hisparse.cluster import group_end, keeper, up
+from hisparse.cluster import group_end, restarts, up
 from hisparse.cluster.children import Child, stop_children
 from hisparse.cluster.keeper import COORDINATOR, Kept
 from hisparse.cluster.starting import started
@@ -51,7 +51,7 @@ LIMIT_S = 150.0
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is slow to follow its peer follows it, and pauses are short."""
     monkeypatch.setattr(group_end, "PEER_END_LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(keeper, "RESTART_PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr(restarts, "RESTART_PAUSE_MIN_S", 0.01)
 
 
 async def start_of(
@@ -139,7 +139,7 @@ async def test_a_child_that_was_asked_to_exit_ends_the_start(tmp_path: Path) -> 
 async def test_a_child_that_does_not_stay_ends_the_start_with_70(
     tmp_path: Path, groups: Mapping[str, tuple[str, ...]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "RESTARTS_MAX", 2)
+    monkeypatch.setattr(restarts, "RESTARTS_MAX", 2)
     codes = {"w0": ["exit(3)"] * 3, "w1": [SLEEP if groups is None else "import time; time.sleep(0.5); exit(71)"] * 3}
     with pytest.raises(HiSparseError, match="process=w0: exited with 3 during start") as lost:
         await start_of(tmp_path, codes, groups)

@@ -137,6 +137,7 @@ def test_group_on_a_gpu_needs_as_many_as_it_has_ranks() -> None:
     "so pages have to cross nodes",
     "needs a path that outlives the node's temporary files",
     "(name an absolute path)",
+    "the nodes of a Ray cluster have no standbys",
     "the coordinator's node would need {} of CPU",
     "it ends with the login",
     "part of directories and of names of actors",
@@ -155,6 +156,8 @@ def test_refusals_of_the_plan_name_the_remedy() -> None:
         plans(RayOptions(http=True), [node(1, cpus=1), node(2)])
     with pytest.raises(ConfigError, match="900GiB"):
         plans(RayOptions(), [node(1)], config(worker__host_mem="auto"))
+    with pytest.raises(ConfigError, match=r"standby=1: the nodes of a Ray cluster have no standbys: .*set it to 0"):
+        plans(RayOptions(), [node(1)], config(worker__standby=1))
     with pytest.raises(NotFound, match=r"name one of 10\.0\.0\.1"):
         plans(RayOptions(coordinator_node="10.0.0.9"), [node(1)])
     with pytest.raises(CapacityError, match="no node has room"):

@@ -125,6 +125,10 @@ class FakeScheduler:
         self._record("forget_workers", workers)
         return workers
 
+    async def tell_standbys(self, workers: tuple[str, ...], ready: tuple[str, ...]) -> tuple[str, ...]:
+        self._record("tell_standbys", workers, ready)
+        return ()
+
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         self._record("stop", deadline_s)
         self.on_stop()

@@ -35,7 +35,7 @@ from tests import ROOT
 from tests.support.checkpoints import tiny_checkpoint
 from worker.device.capacity import MemoryPlan, plan
 from worker.device.passes import PARTS_MAX
-from worker.device.sizing import DEVICE_SHARE, STEP_SHARE, Sizing, auto_budget, size_worker
+from worker.device.sizing import DEVICE_SHARE, STANDBY_DEVICE_BYTES, STEP_SHARE, Sizing, auto_budget, size_worker
 from worker.group.exchange import Alike, Exchange
 from worker.loop.reuse import WARM_UP_STEPS
 from worker.loop.selections import TraceSizes, encode, encode_head
@@ -371,10 +371,23 @@ def test_a_whole_gpu_is_weights_and_nine_tenths_of_the_rest(tmp_path: Path, fami
     found = json.loads(size(published(tmp_path, family), *WHOLE, "--gpu-mem", "1TB", "--json"))
     assert abs(found["weights_bytes_per_gpu"] - weights) < 1_000_000
     assert sum(found["weights_bytes_by_dtype"].values()) == found["weights_bytes_per_gpu"]
-    budget = int((parse_size("1TB", "") - found["weights_bytes_per_gpu"]) * DEVICE_SHARE)
+    left = parse_size("1TB", "") - found["weights_bytes_per_gpu"] - STANDBY_DEVICE_BYTES
+    budget = int(left * DEVICE_SHARE)
     assert found["settings"]["device_mem"] == str(budget)
     assert found["seats_per_gpu"] == found["recommended"]["batch"] > 0
     assert found["host_bytes_per_gpu"] == found["host_pages"] * 64 * found["host_bytes_per_token"]
+
+
+def test_a_worker_leaves_its_standby_memory_of_the_gpu(config_json: Path) -> None:
+    text = size(config_json, *ISSUED, "--kv-dtype", "fp8")
+    table = tomllib.loads(text[text.index("[worker]") :]) | {}
+    table["worker"]["device_mem"] = "auto"
+    sized = []
+    for standby, free in ((0, 30 << 30), (1, (30 << 30) + STANDBY_DEVICE_BYTES), (1, 30 << 30)):
+        settings = build(table, {}, {"worker.device": "cuda", "worker.standby": standby}, HostFacts("h", 1, 1)).worker
+        sized.append(size_worker(settings, deepseek(), info(), free_device_bytes=free))
+    assert sized[0] == sized[1] != sized[2]
+    assert 0 < sized[1].device_bytes - sized[2].device_bytes <= STANDBY_DEVICE_BYTES
 
 
 def test_weights_beyond_the_gpu_are_refused_with_the_sum(tmp_path: Path) -> None:
@@ -515,7 +528,7 @@ def test_printed_settings_of_a_worker_that_drafts_are_valid(tmp_path: Path, draf
     assert chosen.tail_slots == max(8, 2 * rows)
 
 
-TINY = ("--host-mem", "1GB", "--context", "4096", "--gpu-mem", "1GB", "--hot-size-classes", "256")
+TINY = ("--host-mem", "1GB", "--context", "4096", "--gpu-mem", "2GB", "--hot-size-classes", "256")
 
 
 # ---------------------------------------------------------------- what is typed
@@ -536,26 +549,26 @@ def tiny(run_dir: Path) -> Path:
         ("--host-mem 1GB --device-mem lots --context 1k", 8, f"--device-mem=lots: not a size ({SIZE_WORDS})",
          "--host-mem 1GB --device-mem 1TiB --context 1k"),
         ("--host-mem 1GB --gpu-mem lots --context 1k", 8, f"--gpu-mem=lots: not a size ({SIZE_WORDS})",
-         "--host-mem 1gb --gpu-mem 1gib --context 1k"),
-        ("--host-mem 1GB --gpu-mem 140MB --context 16k", 8, "--gpu-mem=140MB: leaves 0 slab pages",
-         "--host-mem 1GB --gpu-mem 1GB --context 16k"),
+         "--host-mem 1gb --gpu-mem 2gib --context 1k"),
+        ("--host-mem 1GB --gpu-mem 1214MB --context 16k", 8, "--gpu-mem=1214MB: leaves 0 slab pages",
+         "--host-mem 1GB --gpu-mem 2GB --context 16k"),
         ("--host-mem 1GB --gpu-mem 5MB --context 16k", 8, "--gpu-mem=5MB: the weights take", ""),
-        ("--host-mem 1GB --gpu-mem 1GB --context 1x", 2, "'1x' is no number of tokens from 1 to 2147483647", ""),
-        ("--host-mem 1GB --gpu-mem 1GB --context 0", 2, "'0' is no number of tokens", ""),
-        ("--host-mem 1GB --gpu-mem 1GB --context 3g", 2, "'3g' is no number of tokens", ""),
-        ("--host-mem 1GB --gpu-mem 1GB --context 9999999m", 2, "'9999999m' is no number of tokens", ""),
-        ("--host-mem 1GB --gpu-mem 1GB --context 128k", 8, "--context=131072: the model's context ends at 16384 tokens "
-         "(use 16384 or less)", "--host-mem 1GB --gpu-mem 1GB --context 16384"),
-        ("--host-mem 1MB --gpu-mem 1GB --context 16k", 5, "--context=16384: not one request of this length fits", ""),
-        ("--host-mem 1KB --gpu-mem 1GB --context 1k", 8, "--host-mem=1KB: one host page needs 114688 bytes",
-         "--host-mem 2MB --gpu-mem 1GB --context 1k"),
-        ("--host-mem 1GB --gpu-mem 1GB --context 1k --kv-dtype fp9", 8, "--kv-dtype=fp9: unknown value (use one",
-         "--host-mem 1GB --gpu-mem 1GB --context 1k --kv-dtype fp8"),
-        ("--host-mem 1GB --gpu-mem 1GB --context 1k --hot-size-classes 64", 8, "--hot-size-classes=64: a step selects "
+        ("--host-mem 1GB --gpu-mem 2GB --context 1x", 2, "'1x' is no number of tokens from 1 to 2147483647", ""),
+        ("--host-mem 1GB --gpu-mem 2GB --context 0", 2, "'0' is no number of tokens", ""),
+        ("--host-mem 1GB --gpu-mem 2GB --context 3g", 2, "'3g' is no number of tokens", ""),
+        ("--host-mem 1GB --gpu-mem 2GB --context 9999999m", 2, "'9999999m' is no number of tokens", ""),
+        ("--host-mem 1GB --gpu-mem 2GB --context 128k", 8, "--context=131072: the model's context ends at 16384 tokens "
+         "(use 16384 or less)", "--host-mem 1GB --gpu-mem 2GB --context 16384"),
+        ("--host-mem 1MB --gpu-mem 2GB --context 16k", 5, "--context=16384: not one request of this length fits", ""),
+        ("--host-mem 1KB --gpu-mem 2GB --context 1k", 8, "--host-mem=1KB: one host page needs 114688 bytes",
+         "--host-mem 2MB --gpu-mem 2GB --context 1k"),
+        ("--host-mem 1GB --gpu-mem 2GB --context 1k --kv-dtype fp9", 8, "--kv-dtype=fp9: unknown value (use one",
+         "--host-mem 1GB --gpu-mem 2GB --context 1k --kv-dtype fp8"),
+        ("--host-mem 1GB --gpu-mem 2GB --context 1k --hot-size-classes 64", 8, "--hot-size-classes=64: a step selects "
          "128 rows, which must all fit the hot buffer (name sizes from 128 upward)",
-         "--host-mem 1GB --gpu-mem 1GB --context 1k --hot-size-classes 128,256"),
-        ("--host-mem 1GB --gpu-mem 1GB --context 1k --seats 5000", 8, "--seats=5000: not from 1 to 1024",
-         "--host-mem 1GB --gpu-mem 1GB --context 1k --seats 1024"),
+         "--host-mem 1GB --gpu-mem 2GB --context 1k --hot-size-classes 128,256"),
+        ("--host-mem 1GB --gpu-mem 2GB --context 1k --seats 5000", 8, "--seats=5000: not from 1 to 1024",
+         "--host-mem 1GB --gpu-mem 2GB --context 1k --seats 1024"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_flag_and_the_value_that_were_typed(

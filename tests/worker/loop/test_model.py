@@ -52,11 +52,16 @@ def runner_of(path: Path, device: str, dtype: str) -> TransformersRunner:
 
 
 def start(
-    path: Path, streams: Streams | None = None, settings: WorkerSettings = SETTINGS, dtype: str = "float32"
+    path: Path,
+    streams: Streams | None = None,
+    settings: WorkerSettings = SETTINGS,
+    dtype: str = "float32",
+    *,
+    graphs_later: bool = False,
 ) -> tuple[Rig, list[Life]]:
     """Where the streams are: on a GPU or here."""
     device = "cuda" if isinstance(streams, CudaStreams) else "cpu"
-    rig = Rig(streams, settings, runner=runner_of(path, device, dtype), keep_logits=True)
+    rig = Rig(streams, settings, runner=runner_of(path, device, dtype), keep_logits=True, graphs_later=graphs_later)
     return rig, create(rig)
 
 

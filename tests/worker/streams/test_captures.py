@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.support.worker_rig import Rig
 from tests.worker.loop import test_drafting as drafting
 from tests.worker.loop import test_model as model
 from tests.worker.loop.test_executor import resident, run_mixed
+from worker.loop.decode import Decoder
 from worker.loop.executor import Executor
 from worker.runners.tiny import FAMILIES
 from worker.streams import FENCES, FenceError, InlineStreams, Streams, make_streams
@@ -36,13 +38,14 @@ class CapturingStreams(InlineStreams):
         return super().capture(launch)
 
 
-def capture_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every executor made from now on captures its steps, as on a GPU; every third replays the graph that is timed."""
+def capture_at_start(monkeypatch: pytest.MonkeyPatch, *, later: bool = False) -> None:
+    """Every executor made from now on captures its steps, as on a GPU; every third replays the graph that is timed.
+    `later`: between its first steps, as where a standby has taken over."""
     create = Executor.__init__
 
     def create_and_warm_up(executor: Executor, *arguments: object, **options: object) -> None:
         create(executor, *arguments, **(options | {"timed_every": 3}))  # type: ignore[arg-type]
-        executor._decoder.warm_up(graphs=True)
+        executor._decoder.warm_up(graphs=True, later=later)
 
     monkeypatch.setattr(Executor, "__init__", create_and_warm_up)
 
@@ -143,6 +146,28 @@ def test_replayed_steps_give_tokens_and_logits_of_launched_ones(sizes: tuple[int
     assert all(torch.equal(logits[step], resident()[step]) for step in logits)
 
 
+@pytest.mark.parametrize("sizes", [(0,) * 5, (0, 64, 128, 192, 64)], ids=str)
+def test_steps_between_which_graphs_are_captured_give_the_same(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_at_start(monkeypatch, later=True)
+    streams, captured_behind = CapturingStreams(), []
+    launch = Decoder.launch
+
+    def launch_and_note(decoder: Decoder, *arguments: Any, **options: Any) -> None:
+        captured_behind.append(streams.graphs)
+        launch(decoder, *arguments, **options)
+
+    monkeypatch.setattr(Decoder, "launch", launch_and_note)
+    _, logits = run_mixed(sizes, streams=streams)
+    assert captured_behind[:1] < captured_behind[-1:] == [4 * 3], (
+        "steps are launched before, between and behind captures"
+    )
+    assert len({*captured_behind}) > 3
+    assert logits.keys() == resident().keys()
+    assert all(torch.equal(logits[step], resident()[step]) for step in logits)
+
+
 class Forgetful(FakeRunner):
     """Reads the batch when it launches a step, which a replay does not do again."""
 
@@ -178,10 +203,13 @@ def test_model_steps_may_be_replayed(checkpoint: Path, monkeypatch: pytest.Monke
     assert all(torch.equal(values, logits[step]) for step, values in replayed_logits.items())
 
 
-@pytest.mark.usefixtures("warmed_up")
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("draft_tokens", [1, 4])
-def test_replayed_steps_with_drafts_give_tokens_of_plain_decoding(draft_tokens: int) -> None:
+def test_replayed_steps_with_drafts_give_tokens_of_plain_decoding(
+    draft_tokens: int, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The draft layer, further drafts and what holds are in the graph; where a step begins is not read at capture."""
+    capture_at_start(monkeypatch, later=later)
     streams = CapturingStreams()
     rig = DraftRig(streams, drafting_settings(draft_tokens), 60)
     drafting.a_day(rig)

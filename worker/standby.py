@@ -1,0 +1,97 @@
+"""A standby: a process that has done what a worker's start needs no memory of a living worker for, and waits.
+
+    imports     of the model library too: its modules are made once without memory
+    device      its context, on a GPU
+    pool        the node's, mapped and registered. Nothing is read or written there before the order: the pages are a
+                living worker's
+    order       one line on the standard input, from the supervisor alone, which has the proof that the worker before
+                has exited (hisparse.cluster.keeper). The end of the input is the end of a standby
+
+It has said no hello and has no epoch: no other process knows of it. What follows the order is the start of a worker
+(worker.process), whose epoch begins then.
+
+Rejected: a standby that is connected and idle (the coordinator would place requests on it, or need a state for it); a
+signal as the order (whoever may end a process could start a second owner of its slots).
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import threading
+import time
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+
+import kernels.cuda
+from kernels.cuda.triton_units import triton_unit
+from protocol.errors import ConfigError
+from protocol.logs import fields, logger
+from protocol.settings import Config, WorkerSettings
+from protocol.start_step import STANDBY, tell_step
+from worker.device.gpu_memory import cuda_device, let_segments_grow
+from worker.pool.host_pool import MappedPool
+from worker.pool.start import attach_pool
+from worker.runners.checkpoint import fingerprint, geometry_of, kv_kind, library_refusals, read_dimensions
+from worker.weights.model import empty_model
+from worker.weights.safetensors_header import FIELD
+
+STDIN: Final = 0
+
+log = logger("worker.standby")
+
+
+class DismissedError(Exception):
+    """The supervisor needs this standby no more, or has ended."""
+
+
+def stand_by(config: Config, halted: threading.Event) -> MappedPool | None:
+    """Prepare, and wait for the order to take over; returns the pool, or None where there was none to attach to.
+
+    Raises DismissedError, and HiSparseError when a worker with `config` would be refused.
+    """
+    began = time.monotonic()
+    settings = config.worker
+    tell_step("imports")
+    _import_model_code(settings)
+    if settings.device != "cpu":
+        tell_step("context")
+        let_segments_grow()
+        _make_context(cuda_device(settings.device))
+        _import_launchers()
+    dimensions = read_dimensions(settings.model)
+    geometry = geometry_of(dimensions, kv_kind(dimensions, settings), draft_layer=settings.draft_tokens_max > 0)
+    pool = attach_pool(config, geometry, fingerprint(settings.model), halted)
+    log.info("ready to take over", extra=fields(seconds=round(time.monotonic() - began, 2), has_pool=pool is not None))
+    tell_step(STANDBY)
+    if not os.read(STDIN, 1):
+        raise DismissedError
+    tell_step("takes over")
+    log.info("takes over")
+    return pool
+
+
+def _import_model_code(settings: WorkerSettings) -> None:
+    """The library imports the modules of a family when they are first used."""
+    from transformers import AutoConfig
+
+    with library_refusals(settings.model, FIELD):
+        config: Any = AutoConfig.from_pretrained(settings.model)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        empty_model(config, torch.bfloat16)
+
+
+def _import_launchers() -> None:
+    """Launchers and compilers of kernels are imported when a kernel is first used: here, all of them."""
+    for module in pkgutil.iter_modules(kernels.cuda.__path__):
+        with suppress(ImportError, ConfigError):  # one that this machine lacks is no matter before it is used
+            triton_unit(module.name)
+
+
+def _make_context(device: torch.device) -> None:
+    """Make the context of `device`, and the library handles of products: a gigabyte of the device at most."""
+    one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    (one @ one).sum().item()
