@@ -126,9 +126,7 @@ class WorkerSettings(Settings, frozen=True):
     draft_tokens: DraftTokens = 0  # tokens drafted for a step by the model's draft layer: 0 to 4; auto: as many as pay
     deterministic: bool = False  # outputs do not depend on the batch
     threads: int = 0  # torch threads; 0: torch's default
-    standby: Standby = (
-        AUTO  # processes of `hisparse up` that wait to take over from this worker: 0 or 1; auto: 1 on a GPU
-    )
+    standby: Standby = 0  # processes of `hisparse up` that wait to take over from this worker: 0 or 1; auto: 1 on a GPU
     group: str = ""  # name of the group that this worker is a rank of; empty: this worker holds the whole model
     group_rank: int = 0  # number of this worker in its group, from 0 on
     group_size: int = 1  # ranks that share the experts of one model

@@ -1,8 +1,8 @@
 """Fields of config.json by served family: those read, those with one accepted value, those without effect. Pure.
 
 A field that no list names is refused: it may change what the model computes, and a service that ignores it would answer
-with tokens of another model. A field of null is absent. tests/worker/weights/test_config_fields.py holds the lists
-against the model library's config classes.
+with tokens of another model. A field of null is absent, and so is an unknown one of false: what it names is off.
+tests/worker/weights/test_config_fields.py holds the lists against the model library's config classes.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def check_fields(config: Mapping[str, Any], file: str, field: str) -> None:
     fixed = {**FIXED, **family.fixed}
     present = {name: value for name, value in config.items() if value is not None}
     known = READ | family.read | fixed.keys() | WITHOUT_EFFECT.keys() | {"layer_types"}
-    if unknown := sorted(present.keys() - known):
+    if unknown := sorted(name for name in present.keys() - known if present[name] is not False):
         raise _unknown(unknown, file, field)
     for name, values in fixed.items():
         if name in present and present[name] not in values:

@@ -136,7 +136,7 @@ def test_other_values_of_fixed_fields_are_refused_by_name(family: str) -> None:
     ("changed", "message"),
     [
         ({"swiglu_limit": 10.0}, "swiglu_limit: no such field is known"),
-        ({"a": 0, "b": False, "c": None}, "a, b: no such field is known"),
+        ({"a": 0, "b": "", "c": None, "d": False}, "a, b: no such field is known"),
         ({f"f{it}": 1 for it in range(9)}, "f0, f1, f2, f3, f4, f5 and 3 more: no such"),
         ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not served, "),
         ({"layer_types": ["indexed_attention", "full_attention"]}, "layer_types full_attention is not served"),
@@ -155,6 +155,13 @@ def test_other_values_of_fixed_fields_are_refused_by_name(family: str) -> None:
 def test_arithmetic_that_is_not_computed_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
     for family in CLASSES:
         assert message in refusal(family, **changed)
+
+
+def test_unknown_field_is_refused_unless_it_is_off() -> None:
+    check_fields(published("deepseek_v32", vendor_switch=False, vendor_value=None), "config.json", "model")
+    for value in (True, 0, "", [], {"a": 1}):
+        with pytest.raises(ConfigError, match="vendor_switch: no such field is known"):
+            check_fields(published("deepseek_v32", vendor_switch=value), "config.json", "model")
 
 
 def test_shared_selections_are_of_one_family() -> None:
