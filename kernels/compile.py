@@ -1,6 +1,7 @@
 """`python -m kernels.compile --arch sm_80 sm_90 --json`: compile every unit for every row layout in use; no GPU needed.
 
-Prints one line per kernel, architecture and row layout. Exits with 1 when a kernel spills registers.
+Prints one line per kernel, architecture and row layout. Exits with 1 when a kernel spills more registers than
+SPILL_BYTES allows.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ INDEXERS: Final = (
     Indexer(64, 128, 4, 4),
     Indexer(4, 32, 4, 1),
 )
+#: Spills of kernels that have any: over bfloat16 keys a word of a thread, stored once a launch, loaded twice a job.
+SPILL_BYTES: Final = {"prompt_index": 20}
 SHOWN: Final = (
     *("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "DRAFT", "DRAFTS"),
     *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "TOKENS"),
@@ -74,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", nargs="+", default=list(ARCHITECTURES), metavar="sm_NN")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args(arguments)
-    spills = 0
+    spills = False
     for arch in options.arch:
         for defines, cost in report(arch):
             line = {
@@ -86,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 **{name.lower(): value for name, value in defines if name in SHOWN},
             }
             print(json.dumps(line) if options.json else "  ".join(f"{k}={v}" for k, v in line.items()), flush=True)
-            spills += cost.spill_bytes
-    return 1 if spills else 0
+            spills |= cost.spill_bytes > SPILL_BYTES.get(cost.kernel, 0)
+    return int(spills)
 
 
 if __name__ == "__main__":

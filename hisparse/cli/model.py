@@ -14,7 +14,7 @@ FAMILIES = ("deepseek-v3.2", "glm-5")
 
 @click.group()
 def model() -> None:
-    """Check a repository, or make small checkpoints for trials."""
+    """Check a repository, or make small checkpoints."""
 
 
 model.add_command(check)

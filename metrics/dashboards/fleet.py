@@ -266,7 +266,7 @@ TRUST: Final = Row(
             "Of each worker that is to have a standby: 1 while it is ready. Bad: 0 for minutes: the worker's death "
             "would cost a whole start.",
             "short",
-            (Query("hisparse_worker_standbys_ready", "{{worker}}"),),
+            (Query("hisparse_worker_standbys_ready", "{{worker}}", rare=True),),
         ),
         Panel(
             "Links dropped, messages repeated",

@@ -63,6 +63,7 @@ def test_a_killed_worker_maps_its_weights_and_a_killed_keeper_costs_one_loading(
         pids = [it.pid for it in children(up, "")]
         assert len(pids) == 3
         up.process.send_signal(signal.SIGINT)
+        up.until("draining for")
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(LIMIT_S) != 0
         assert [it for it in pids if psutil.pid_exists(it)] == []

@@ -97,7 +97,7 @@ async def ended(child: Child) -> int:
 async def test_rolling_upgrade_and_journal_restore_serve_clients(tmp_path: Path) -> None:
     """Workers one by one with handover, then the coordinator, whose journal is backed up, lost and restored."""
     async with loaded_cluster(tmp_path) as (cluster, load):
-        before = {child.pid for child in cluster.children}
+        before = {child.pid for child in cluster.by_name.values()}
         for worker in list(cluster.workers):
             await hisparse(cluster.config, "drain", worker, "--handover", "--wait")
             cluster.workers[worker].process.terminate()
@@ -111,7 +111,7 @@ async def test_rolling_upgrade_and_journal_restore_serve_clients(tmp_path: Path)
         await lose_and_restore_the_journal(cluster, tmp_path / "backup")
         cluster.restart(COORDINATOR)
         await load.some_more()
-        assert not before & {child.pid for child in cluster.children}
+        assert not before & {child.pid for child in cluster.by_name.values()}
 
 
 async def lose_and_restore_the_journal(cluster: Cluster, backup: Path) -> None:

@@ -514,4 +514,4 @@ def forget_turns_with_the_coordinator() -> Plan:
 @plant
 def drain_a_process_for_the_one_before() -> Plan:
     """A worker is its name."""
-    yield placement_table, "follows", lambda epoch, before: bool(before)
+    yield placement_table, "is_same_process", lambda before, epoch, first_epoch: bool(before)
