@@ -222,7 +222,7 @@ def changed(spec: Spec) -> Iterator[None]:
         loop.launch(partial(launch, prefill, this, unit), prefill, unit)
 
     with (
-        patch("worker.process.load_runner", lambda settings, _=None: runner_of(spec, settings)),
+        patch("worker.process.load_runner", lambda settings, *_: runner_of(spec, settings)),
         patch.object(Executor, "turn", turned),
         patch.object(WorkerCounters, "stepped", counted),
         patch.object(Prompts, "next", followed),
