@@ -78,6 +78,8 @@ Change: TypeAlias = AddWorker | LoseWorker | ProveExit | Reserve | Extend | Shri
 
 #: Changes that give memory away: no command follows from one before it is committed (I4).
 GIVING = (Reserve, Extend)
+#: Changes that may give host pages back.
+FREEING = (Release, Keep)
 
 
 def pages_taken(change: Reserve | Extend) -> int:

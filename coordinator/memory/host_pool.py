@@ -12,7 +12,7 @@ eviction is written down before it like any change. Pages that the same transact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.actor import Actor
-from coordinator.memory.changes import GIVING, Change, Evict, Reserve, apply, pages_taken
+from coordinator.memory.changes import FREEING, GIVING, Change, Evict, Reserve, Shrink, apply, pages_taken
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import PrefixIndex
 from metrics.state import Buckets
@@ -100,7 +100,11 @@ class HostPool(Actor[Transact[RecordT]], Generic[RecordT, CommitT]):
         self._ages = PageAges(ledger, clock())
 
     def transact(self, changes: Sequence[Change], notes: Sequence[RecordT] = ()) -> Applied[CommitT]:
-        """Apply `changes` in order, all in one commit. For the task that steps this actor."""
+        """Apply `changes` in order, all in one commit. For the task that steps this actor.
+
+        Where a change finds no room, since what may be evicted is lent to a later one, changes behind it that free
+        pages go ahead. Their sums fit.
+        """
         (applied,) = self.call(Transact(changes, notes))
         assert isinstance(applied, Applied)
         return applied
@@ -108,16 +112,26 @@ class HostPool(Actor[Transact[RecordT]], Generic[RecordT, CommitT]):
     async def handle(self, batch: list[Transact[RecordT]]) -> list[Applied[CommitT]]:
         answers: list[Applied[CommitT]] = []
         for transact in batch:
-            given: list[Int32Array] = []
-            applied: list[Change] = []
-            for change in transact.changes:
-                if isinstance(change, GIVING) and (eviction := self._make_room(pages_taken(change), transact.changes)):
-                    self._apply(eviction)
-                    applied.append(eviction)
-                given.append(self._apply(change))
+            changes, applied = transact.changes, list[Change]()
+            given: dict[int, Int32Array] = {}
+            for place, change in enumerate(changes):
+                if place in given:
+                    continue
+                if isinstance(change, GIVING):
+                    pages = pages_taken(change)
+                    if eviction := self._make_room(pages, changes):
+                        self._apply(eviction)
+                        applied.append(eviction)
+                    for ahead in _freeing_next(changes, place):
+                        if self.ledger.pages_free >= pages:
+                            break
+                        if ahead not in given:
+                            given[ahead] = self._apply(changes[ahead])
+                            applied.append(changes[ahead])
+                given[place] = self._apply(change)
                 applied.append(change)
             commit = self._append(self.node, applied, transact.notes)
-            answers.append(Applied(given, commit))
+            answers.append(Applied([given[place] for place in range(len(changes))], commit))
         return answers
 
     def _make_room(self, pages: int, changes: Sequence[Change]) -> Evict | None:
@@ -130,7 +144,7 @@ class HostPool(Actor[Transact[RecordT]], Generic[RecordT, CommitT]):
         lent_before = self._prefixes.evicted_lent
         evicted = self._prefixes.evict(missing, self.ledger.is_idle, spared)
         self._evicted(evicted.size, self._prefixes.evicted_lent - lent_before)
-        return Evict(evicted.tobytes())
+        return Evict(evicted.tobytes()) if evicted.size else None
 
     def _apply(self, change: Change) -> Int32Array:
         free_before = self.ledger.pages_free
@@ -138,3 +152,13 @@ class HostPool(Actor[Transact[RecordT]], Generic[RecordT, CommitT]):
         self._prefixes.given_out(lambda: self.ledger.moved(free_before)[0])
         self._lifetimes.observe_all(self._ages.note(free_before, self._clock()))
         return given
+
+
+def _freeing_next(changes: Sequence[Change], place: int) -> Iterator[int]:
+    """Yield places of the changes behind `place` that free pages, up to the first that is no change of a placement:
+    pages are cached ahead of the release of what holds them."""
+    for ahead in range(place + 1, len(changes)):
+        if isinstance(changes[ahead], FREEING):
+            yield ahead
+        elif not isinstance(changes[ahead], (*GIVING, Shrink)):
+            return
