@@ -1,4 +1,4 @@
-"""How often, and after which pauses, a process that has died is started again. Pure."""
+"""Pauses and limits of the restarts of processes that have died. Pure."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_tokens_and_logits_are_those_of_the_cpu(sizes: tuple[int, ...], settings
 
 
 def test_graphs_that_another_thread_captures_between_steps_change_no_token(tmp_path: Path) -> None:
-    """As of a standby that has taken over: the thread of the loop is not the one that has warmed up."""
+    """A standby that has taken over captures in the thread of its loop, which is not the one that has warmed up."""
     write_tiny_checkpoint(tmp_path, index_topk=model.TOPK, context_max_tokens=2_048)
     tokens, *_ = model.run(tmp_path, (128, 0, 64), cuda())
     streams: Streams = cuda()

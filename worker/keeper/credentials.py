@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a socket of this machine, as the kernel says."""
+"""A check of the user at the other end of a socket of this machine by the kernel's word."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ async def test_unawaited_records_are_bounded() -> None:
 
 
 async def test_without_a_journal_the_state_is_noted() -> None:
-    """Of requests all, and of nodes what does not grow with each epoch."""
+    """A summary has all of requests, and of nodes what does not grow with each epoch."""
     journal, accepted = NoJournal(), make_accepted(0, b"1234")
     live = RequestRecord(accepted.facts, accepted.prompt)
     assert journal.accept(accepted, live).done

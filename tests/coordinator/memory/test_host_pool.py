@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from coordinator.actor import Actor
 from coordinator.memory.changes import AddWorker, Cache, Change, Extend, Release, Reserve
 from coordinator.memory.host_pool import HostPool
 from coordinator.memory.ledger import Ledger
@@ -16,14 +15,7 @@ from metrics.state import Buckets
 from protocol.errors import CapacityError
 from protocol.sizing import Memory
 from tests.coordinator.memory.test_ledger import capacity
-
-
-class StandInStepper(Actor[None]):
-    def __init__(self) -> None:
-        super().__init__("stepper", mailbox_max=1, batch_max=1)
-
-    async def handle(self, batch: list[None]) -> None:
-        raise NotImplementedError
+from tests.support.fakes.stepper import FakeStepper
 
 
 @pytest.fixture
@@ -38,7 +30,7 @@ def pool(applied: list[Change]) -> HostPool[Any, None]:
     def append(node: str, changes: Sequence[Change], notes: Sequence[Any]) -> None:
         applied.extend(changes)
 
-    parts = {"stepped_by": StandInStepper(), "lifetimes": Buckets((1.0,)), "clock": lambda: 0.0}
+    parts = {"stepped_by": FakeStepper(), "lifetimes": Buckets((1.0,)), "clock": lambda: 0.0}
     made: HostPool[Any, None] = HostPool("n0", Ledger(4), PrefixIndex(), append, **parts)
     made.transact([AddWorker("w0", 1, capacity())])
     made.transact([Reserve(number, "w0", Memory(host_pages=pages)) for number, pages in ((1, 2), (2, 1), (3, 1))])

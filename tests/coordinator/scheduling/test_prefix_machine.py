@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import coordinator.scheduling.prefix_reuse
-from coordinator.actor import Actor
 from coordinator.journal.ledger_image import ledger_from, parts_of
 from coordinator.journal.records import RequestFacts
 from coordinator.memory.changes import AddWorker, Change, Keep, LoseWorker, ProveExit, Release, Reserve, apply
@@ -38,6 +37,7 @@ from protocol.errors import HiSparseError
 from protocol.messages import ModelInfo, Sampling, WorkerCapacity
 from protocol.sizing import Memory
 from protocol.units import PAGE_TOKENS
+from tests.support.fakes.stepper import FakeStepper
 from worker.transfer.handover import Incoming
 
 NODE = "n0"
@@ -74,16 +74,6 @@ class Life:
 
     def rows(self, place: int) -> Rows:
         return self.owner, self.contents[: place + 1]
-
-
-class FakeStepper(Actor[None]):
-    """Stands for the Scheduler, whose task calls the HostPool."""
-
-    def __init__(self) -> None:
-        super().__init__("stepper", mailbox_max=1, batch_max=1)
-
-    async def handle(self, batch: list[None]) -> None:
-        raise NotImplementedError
 
 
 class PrefixMachine(RuleBasedStateMachine):

@@ -139,7 +139,7 @@ async def test_a_standby_that_dies_is_replaced_until_it_is_given_up(
 async def test_an_order_that_is_not_heard_is_noticed_once(
     nodes: list[FakeNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a standby that was stopped while it waited: SIGSTOP is seen by no pidfd."""
+    """A standby may be stopped while it waits: SIGSTOP is seen by no pidfd."""
     monkeypatch.setattr(standbys, "HEARD_LIMIT_S", 0.2)
     nodes.append(node := FakeNode(OBEYS))
     async with node.kept():

@@ -89,7 +89,7 @@ def attached(path: Path) -> int:
 
 
 def serves(path: Path) -> bool:
-    """Whether a worker loads and another one maps, whatever came before."""
+    """Have a worker load and another one map, whatever came before."""
     fill(path)
     os.close(attached(path))
     return True
@@ -153,7 +153,7 @@ def test_hostile_bytes_end_their_connection_alone(keeper: Path, data: bytes, rea
 
 @pytest.mark.parametrize("message", [GrowWeights(), KeptTensors((ROW,)), SealWeights("")])
 def test_orders_out_of_place_are_refused(keeper: Path, message: FromWorker) -> None:
-    """Of a process that does not fill: what is kept stays as it is."""
+    """A process that does not fill changes nothing of what is kept."""
     with connected(keeper) as hostile:
         assert "out of order" in refusal(hostile, message)
     fill(keeper)

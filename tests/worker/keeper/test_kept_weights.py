@@ -138,7 +138,7 @@ def test_every_tensor_that_outlives_loading_is_kept(
 def test_where_kv_b_proj_is_given_up_its_halves_alone_are_kept(
     checkpoints: dict[str, Path], keeper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, whose prompts gather their rows."""
+    """Prompts gather their rows, as on a GPU."""
     load_model = transformers_dsa.load_model
     monkeypatch.setattr(
         transformers_dsa, "load_model", lambda *args, **options: load_model(*args, **options | {"keeps_kv_b": False})

@@ -114,7 +114,7 @@ def test_a_router_is_float32_in_every_form(checkpoint: Path, form: str, share: E
 
 
 def test_ranks_of_a_group_choose_by_the_stored_weight(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks each holds half of the experts; the sum of their parts is that of one process."""
+    """Each of two ranks holds half of the experts; the sum of their parts is that of one process."""
     whole = load(checkpoint, "decoded")
     rows, size, total = rows_of(whole), 2, whole.config.n_routed_experts
     weights, chosen, parts = chosen_by(whole, rows, monkeypatch)
@@ -159,7 +159,7 @@ def test_a_router_published_in_bfloat16_is_widened_where_the_config_says_float32
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_states_are_cast_to_a_float32_router(dtype: torch.dtype) -> None:
-    """As on a GPU: torch multiplies no bfloat16 by float32."""
+    """Hidden states are cast, as on a GPU: torch multiplies no bfloat16 by float32."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(5, 256, generator=generator).to(dtype), torch.randn(16, 256, generator=generator)
     found = router_logits(hidden, weight)
