@@ -5,7 +5,7 @@
     pool        the node's, mapped and registered. Nothing is read or written there before the order: the pages are a
                 living worker's
     order       one line on the standard input, from the supervisor alone, which has the proof that the worker before
-                has exited (hisparse.cluster.keeper). The end of the input is the end of a standby
+                has exited (hisparse.cluster.supervision). The end of the input is the end of a standby
 
 It has said no hello and has no epoch: no other process knows of it. What follows the order is the start of a worker
 (worker.process), whose epoch begins then.

@@ -2,9 +2,9 @@
 
 worker serves    longer than the pause before its last restart: only then a standby is started. So a request
                  that kills its worker at once uses up one standby; what follows are restarts with their pauses
-worker ends      its exit is proved (Keeper: by pidfd). The standby is ordered to take over: from then on it is the
-                 worker's process, and no standby. One that still prepares is ahead of a new process and takes over
-                 once it is ready. Without one the worker is started again
+worker ends      its exit is proved (hisparse.cluster.supervision: by pidfd). The standby is ordered to take over: from
+                 then on it is the worker's process, and no standby. One that still prepares is ahead of a new
+                 process and takes over once it is ready. Without one the worker is started again
 standby ends     another is started, after a pause that doubles; after too many short lives none is
 order unheard    a standby that was ready and has not begun after HEARD_LIMIT_S hangs and is killed: the worker's
                  end, once more. One that still prepares has the time that any start has

@@ -167,7 +167,7 @@ def main() -> None:
 
     import coordinator.service  # noqa: F401
     import hisparse.cli
-    import hisparse.cluster.keeper
+    import hisparse.cluster.supervision
     import hisparse.cluster.up  # noqa: F401
     import tests.support.worker_rig  # noqa: F401
     import worker.group.group

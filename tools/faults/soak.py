@@ -35,8 +35,8 @@ import msgspec
 import trio
 
 from hisparse.client.client import Client
-from hisparse.cluster.keeper import COORDINATOR
 from hisparse.cluster.restarts import RESTARTS_MAX
+from hisparse.cluster.supervision import COORDINATOR
 from hisparse.cluster.up import Cluster
 from protocol.config import pool_path
 from protocol.errors import Unavailable

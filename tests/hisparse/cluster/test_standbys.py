@@ -15,9 +15,9 @@ import trio.testing
 
 from hisparse.cluster import restarts, standbys
 from hisparse.cluster.children import Child
-from hisparse.cluster.keeper import COORDINATOR, Keeper
 from hisparse.cluster.standbys import Standbys
-from tests.hisparse.cluster.test_keeper import CHILDREN_LIMIT_S, SLEEP, FakeCluster, clusters, row
+from hisparse.cluster.supervision import COORDINATOR, ProcessSupervisor
+from tests.hisparse.cluster.test_supervision import CHILDREN_LIMIT_S, SLEEP, FakeCluster, clusters, row
 
 __all__ = ["clusters"]
 
@@ -158,7 +158,7 @@ class WithStandbys(FakeCluster):
     def __init__(self, runtime_dir: Path, lives: list[str], node: FakeNode) -> None:
         super().__init__(runtime_dir, {COORDINATOR: [SLEEP], "w0": lives})
         node.standbys = Standbys(["w0"], node.start, self._place)
-        self.keeper = Keeper(self, node.said.append, lambda: None, standbys=node.standbys)
+        self.supervisor = ProcessSupervisor(self, node.said.append, lambda: None, standbys=node.standbys)
 
     def _place(self, name: str, child: Child) -> None:
         self.by_name[name] = child
@@ -167,9 +167,9 @@ class WithStandbys(FakeCluster):
     async def kept(self) -> AsyncIterator[None]:
         with trio.fail_after(CHILDREN_LIMIT_S):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.keeper.run)
+                nursery.start_soon(self.supervisor.run)
                 await trio.testing.wait_all_tasks_blocked()
-                self.keeper._watch.answered([row(5)], trio.current_time())
+                self.supervisor._watch.answered([row(5)], trio.current_time())
                 yield
                 nursery.cancel_scope.cancel()
 
@@ -201,7 +201,7 @@ async def test_a_takeover_counts_as_a_restart(
     """A worker that dies at once takes one standby, and then the pauses of restarts."""
     monkeypatch.setattr(restarts, "RESTARTS_MAX", 3)
     monkeypatch.setattr(restarts, "RESTART_PAUSE_MIN_S", 0.01)
-    monkeypatch.setattr(Keeper, "_served_s", lambda *_: 0.0)
+    monkeypatch.setattr(ProcessSupervisor, "_served_s", lambda *_: 0.0)
     dies = "import os; os.kill(os.getpid(), 9)"
     nodes.append(node := FakeNode(*[OBEYS.replace("time.sleep(60)", "os.kill(os.getpid(), 9)")] * 2))
     clusters.append(cluster := WithStandbys(tmp_path, [SLEEP, dies, dies], node))

@@ -23,8 +23,8 @@
               While a cluster starts, each child is needed, and one that refuses to start would refuse again: it is over
               when one is not restarted (hisparse.cluster.starting)
 
-Where a cluster spans nodes, each node has a Keeper for its processes, and a coordinator elsewhere cannot see them end:
-`vouch` is given the names of workers whose processes have ended, in that order, before they start again.
+Where a cluster spans nodes, each node has a ProcessSupervisor for its processes, and a coordinator elsewhere cannot see
+them end: `vouch` is given the names of workers whose processes have ended, in that order, before they start again.
 
 A kill loses nothing: rows are in the host pool, which this process holds open for later workers, and acknowledged
 requests are in the coordinator's journal.
@@ -193,8 +193,8 @@ class ChildWatch:
         return now - process.connected_at > self.limit_s
 
 
-class Kept(Protocol):
-    """The part of hisparse.cluster.up.Cluster that Keeper uses."""
+class Supervised(Protocol):
+    """The part of hisparse.cluster.up.Cluster that ProcessSupervisor uses."""
 
     @property
     def config(self) -> Config: ...
@@ -207,7 +207,7 @@ class Kept(Protocol):
     def restart(self, name: str) -> Child: ...
 
 
-class Keeper:
+class ProcessSupervisor:
     """One per cluster, or node of one. `report` is called with lines for the user, `changed` after each restart.
 
     `elsewhere`: workers that other nodes keep; `vouch` as in the head of this module. `starting`: the cluster is not
@@ -216,7 +216,7 @@ class Keeper:
 
     def __init__(
         self,
-        cluster: Kept,
+        cluster: Supervised,
         report: Callable[[str], None],
         changed: Callable[[], None],
         *,
