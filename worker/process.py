@@ -51,6 +51,7 @@ from worker.device.sizing import Sizing, size_worker
 from worker.group.control import PeersMissingError
 from worker.group.exchange import require_alike
 from worker.group.group import Group
+from worker.keeper.watch import KeeperWatch
 from worker.link.link import Link, LinkPace, connect_to
 from worker.link.link_state import NAME_LIMITS, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
@@ -131,8 +132,12 @@ class WorkerProcess:
 
     def _start(self, config: Config, halted: threading.Event, attached: MappedPool | None) -> None:
         collectives = self._group.collectives if self._group is not None else None
-        runner = load_runner(config.worker, collectives, keeper_path(config) if config.worker.keeper else None)
-        self._weights_seconds = runner.weights_seconds
+        keeper = keeper_path(config) if config.worker.keeper else None
+        runner = load_runner(config.worker, collectives, keeper)
+        self._weights_seconds, self._keeper = (
+            runner.weights_seconds,
+            KeeperWatch(keeper, is_kept=runner.weights_are_kept),
+        )
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
         if self._group is not None:
@@ -264,6 +269,7 @@ class WorkerProcess:
             reports_in_flight=lambda: self._outbox.in_flight,
             stopping=lambda: self._link.stopping,
             weights=lambda: self._weights_seconds,
+            weights_kept=self._keeper.samples,
             transfers=self._executor.transfers.counters,
             rooms=lambda: by_label(self._executor.room_use(), self._outbox.room_use()),
         )

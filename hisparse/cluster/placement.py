@@ -22,6 +22,7 @@ from protocol.messages import BOTH, DECODE, PREFILL
 from protocol.settings import WorkerSettings
 from worker.device.sizing import require_weights_fit
 from worker.device.step_rows import rows_max
+from worker.keeper.messages import GPU_SEGMENT_BYTES
 from worker.weights.layout import ExpertShare, group_sizes
 from worker.weights.shares import fitting_group_size, rank_bytes
 
@@ -93,7 +94,7 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
     """
     dimensions, dtype, block = weights
     kv_bytes = 0 if settings.device_mem == AUTO else parse_size(settings.device_mem, "worker.device_mem")
-    left = min(gpu_bytes) - kv_bytes
+    left, kept_bytes = min(gpu_bytes) - kv_bytes, GPU_SEGMENT_BYTES if settings.keeper else 0
     rows = rows_max(settings)
     kind: dict[str, Any] = {
         "deterministic": settings.deterministic,
@@ -104,7 +105,7 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
     sizes = [size for size in possible if workers % size == 0]
 
     def fitting(among: Sequence[int]) -> int:
-        return fitting_group_size(dimensions, dtype, block, among, rows, left, **kind)
+        return fitting_group_size(dimensions, dtype, block, among, rows, left - kept_bytes, **kind)
 
     if found := fitting(sizes):
         return found
@@ -120,6 +121,7 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
         most,
         exchange_bytes=held.exchange,
         prompt_bytes=held.prompts,
+        is_kept=settings.keeper,
         remedy=f"{more}use a checkpoint in FP8, a smaller model, or GPUs with more than "
         f"{min(gpu_bytes) / 1e9:.1f} GB{kv}",
     )

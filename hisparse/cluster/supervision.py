@@ -49,6 +49,7 @@ from hisparse.cluster.children import Child, exit_text
 from hisparse.cluster.group_end import RankEnd, blamed, end_text, follow_limit_s, is_wanted
 from hisparse.cluster.restarts import Restarts, unseen_service_s
 from hisparse.cluster.standbys import Standbys
+from hisparse.cluster.weights import WeightKeepers
 from hisparse.console.options import EXIT_CODES
 from protocol.errors import (
     BadInput,
@@ -204,6 +205,8 @@ class Supervised(Protocol):
     def groups(self) -> Mapping[str, tuple[str, ...]]: ...
     @property
     def pool_hold(self) -> PoolHold: ...
+    @property
+    def keepers(self) -> WeightKeepers: ...
     def restart(self, name: str) -> Child: ...
 
 
@@ -413,6 +416,7 @@ class ProcessSupervisor:
         if not self._starting:
             self._watch.came_to({name: child.step for name, child in self._workers.items()}, trio.current_time())
             self._look_at_pool()
+        self._cluster.keepers.look()
         for name in self._watch.hung(trio.current_time()):
             child = self._cluster.by_name.get(name)  # none: a coordinator elsewhere
             if child is not None and child.running:

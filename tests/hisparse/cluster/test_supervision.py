@@ -25,6 +25,7 @@ from hisparse.cluster.supervision import (
     ChildWatch,
     ProcessSupervisor,
 )
+from hisparse.cluster.weights import WeightKeepers
 from protocol.config import HostFacts, build
 from protocol.errors import WrongState
 from protocol.messages import WorkerRow
@@ -245,6 +246,7 @@ class FakeKept:
     by_name: Mapping[str, Child]
     groups: Mapping[str, tuple[str, ...]]
     pool_hold: PoolHold = field(default_factory=lambda: PoolHold(Path("/nowhere/n0.pool")))
+    keepers: WeightKeepers = field(default_factory=lambda: WeightKeepers(lambda _: None))
 
     def restart(self, name: str) -> Child:
         raise AssertionError(f"{name} is not restarted here")
@@ -307,6 +309,7 @@ class FakeCluster:
         self.by_name: dict[str, Child] = {}
         self.groups = groups or {}
         self.pool_hold = PoolHold(Path(str(runtime_dir)) / "n0.pool")
+        self.keepers = WeightKeepers(lambda _: None)
         self.lives = 0
         for name in codes:
             self.restart(name)
