@@ -17,6 +17,7 @@ that started the workers removes it.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -38,6 +39,7 @@ from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 from protocol import logs
 from protocol.config import keeper_path, pool_path
+from protocol.end_reason import leave_reason
 from protocol.errors import EXIT_DEFECT, EXIT_PEER_LOST, HiSparseError
 from protocol.logs import fields
 from protocol.settings import Config, WorkerSettings
@@ -79,6 +81,7 @@ def run_worker(config: Config, *, as_standby: bool = False) -> int:
     the coordinator. `as_standby`: once it is ordered to take over from another (worker.standby)."""
     settings = config.worker
     logs.configure(config.cluster.log_level, config.cluster.log_format, worker=settings.name)
+    faulthandler.enable()  # a signal of a library's fault shows where each thread was
     disable_progress_bar()  # stderr is one event a line
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -92,6 +95,7 @@ def run_worker(config: Config, *, as_standby: bool = False) -> int:
         log.info("stopped during start", extra=fields(signal=stop.name))
         return EXIT_INTERRUPTED
     except PeersMissingError as error:
+        leave_reason(error)
         log.critical("the group did not meet; the process ends", extra=fields(error=error))
         return EXIT_PEER_LOST
     try:
@@ -335,7 +339,8 @@ def run_or_die(loop: Callable[[], None]) -> None:
     """
     try:
         loop()
-    except BaseException:
+    except BaseException as error:
+        leave_reason(error)
         log.critical("the executor failed; the process ends", exc_info=True)
         os._exit(EXIT_DEFECT)
 

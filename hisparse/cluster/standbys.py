@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from hisparse.cluster.children import Child, exit_text
+from hisparse.cluster.children import Child
 from hisparse.cluster.restarts import Restarts, unseen_service_s
 from protocol.start_step import STANDBY
 
@@ -106,12 +106,12 @@ class Standbys:
             if await self._until_ready(name, child):
                 report(f"standby of {name} is ready")
                 changed()
-            status = await self._until_over(name, child)
-            if status is None:
+            ended = await self._until_over(name, child)
+            if ended is None:
                 continue
             pause_s = restarts.after(unseen_service_s(trio.current_time() - began))
             what = "given up after too many restarts" if pause_s is None else f"restarted in {pause_s:g} s"
-            report(f"standby of {name} {exit_text(status)}; {what}")
+            report(f"standby of {name} {ended}; {what}")
             changed()
             if pause_s is None:
                 return
@@ -125,13 +125,14 @@ class Standbys:
             await trio.sleep(LOOK_INTERVAL_S)
         return False
 
-    async def _until_over(self, name: str, child: Child) -> int | None:
-        """Wait until `child` has ended as a standby, and return its status; None: it is the worker now."""
+    async def _until_over(self, name: str, child: Child) -> str | None:
+        """Wait until `child` has ended as a standby, and return how and why; None: it is the worker now."""
         while self._children.get(name) is child:
             with trio.move_on_after(LOOK_INTERVAL_S):
                 status = await child.wait()
                 if self._children.get(name) is child:
                     del self._children[name]
+                    ended = child.end_text(status)
                     child.close()
-                    return status
+                    return ended
         return None

@@ -45,7 +45,7 @@ from typing import Final, Protocol
 import trio
 
 from hisparse.client.client import Client, open_client
-from hisparse.cluster.children import Child, exit_text
+from hisparse.cluster.children import Child
 from hisparse.cluster.group_end import RankEnd, blamed, end_text, follow_limit_s, is_wanted
 from hisparse.cluster.restarts import Restarts, unseen_service_s
 from hisparse.cluster.standbys import Standbys
@@ -96,7 +96,7 @@ async def _no_word(names: Sequence[str]) -> None:
 
 async def _tell_end(child: Child, sender: trio.MemorySendChannel[RankEnd]) -> None:
     status = await child.wait()
-    await sender.send(RankEnd(child.name, status))
+    await sender.send(RankEnd(child.name, status, child.reason))
 
 
 @dataclass
@@ -276,7 +276,7 @@ class ProcessSupervisor:
             pause_s = None if is_final else restarts.after(served_s)
             if pause_s is None:
                 what = "not restarted" if is_final else "given up after too many restarts"
-                self._report(f"{name} {exit_text(status)}; {what}")
+                self._report(f"{name} {child.end_text(status)}; {what}")
                 await self._tell_gone([name])
                 self._let_go(name, child)
                 return
@@ -284,7 +284,7 @@ class ProcessSupervisor:
             if standby is not None and restarts.short_lives == 1:
                 pause_s = 0.0
             what = "its standby takes over" if standby is not None else "restarted"
-            self._report(f"{name} {exit_text(status)}; {what} in {pause_s:g} s")
+            self._report(f"{name} {child.end_text(status)}; {what} in {pause_s:g} s")
             await self._tell_gone([name])
             await trio.sleep(pause_s)
             if standby is None or not standby.take_over(name):

@@ -328,7 +328,15 @@ def start_child(
     command += ["--as-standby"] if as_standby else []
     environ, log_path = child_environ() | to_environ(config), log_dir / f"{name}.log" if log_dir else None
     inherited = () if ready_fd is None else (ready_fd,)
-    return Child.start(name, command, environ, log_path, inherited=inherited, takes_orders=as_standby)
+    return Child.start(
+        name,
+        command,
+        environ,
+        log_path,
+        inherited=inherited,
+        takes_orders=as_standby,
+        gives_reason=subcommand == "worker",
+    )
 
 
 async def answers(config: Config) -> bool:

@@ -90,6 +90,33 @@ async def test_standby_takes_over_and_changes_no_output(model: Path, tmp_path: P
 
 
 @pytest.mark.deep
+async def test_a_standby_that_fails_as_it_takes_over_says_why(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its traceback is in its log, the reason in the line about its end; a plain start follows."""
+    plant(monkeypatch, "failing-loop", trigger := tmp_path / "fails")
+    config = with_standbys(crash_config(model, tmp_path))
+    async with cluster_of_two(config, tmp_path, kept=True) as (cluster, client, said):
+        took_over = await until_ready(cluster, "w0")
+        trigger.touch()
+        with trio.fail_after(LIMIT_S):
+            while not any(it.startswith("w0 ") and "; restarted in" in it for it in said):  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        trigger.unlink()
+        await until_all_connected(client, LIMIT_S)
+        await assert_nothing_leaked(client)
+    why = "w0 exited with 70: RuntimeError: planted in a turn"
+    assert [it for it in said if it.startswith("w0 ")][:2] == [
+        f"{why}; its standby takes over in 0 s",
+        f"{why}; restarted in 1 s",
+    ]
+    assert cluster.workers["w0"].pid != took_over
+    log = (tmp_path / "w0.log").read_text()
+    assert log.count("RuntimeError: planted") >= 2
+    assert "in fail" in log, "no traceback"
+
+
+@pytest.mark.deep
 async def test_poison_uses_up_standbys_and_is_failed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,7 +109,8 @@ def plant(patched: pytest.MonkeyPatch, defect: str, trigger: Path) -> None:
         command = [sys.executable, "-m", "tests.support.planted", defect, "worker", "--die-with", str(os.getpid())]
         command += ["--as-standby"] if as_standby else []
         environ, log_path = child_environ() | to_environ(config), log_dir / f"{config.worker.name}.log"
-        return Child.start(config.worker.name, command, environ, log_path, takes_orders=as_standby)
+        name = config.worker.name
+        return Child.start(name, command, environ, log_path, takes_orders=as_standby, gives_reason=True)
 
     patched.setattr(up, "start_child", start_planted)
     patched.setenv(PLANTED_WHILE, str(trigger))
