@@ -35,7 +35,7 @@ SHELLS: Final[dict[str, str]] = {
     "hisparse/manifests": "environments groups processes",
     "hisparse/top": "draw run terminal",
     "protocol": (
-        "children config grammar_trials grammars logs rereading settings small_files start_step text tokenizer_files "
+        "children config end_reason grammar_trials grammars logs rereading settings small_files start_step text tokenizer_files "
         "version"
     ),
 }

@@ -362,17 +362,17 @@ async def takeover(path: Path) -> list[Sighting]:
     settings = Config(ClusterSettings(runtime_dir=str(runtime_dir)), worker=WorkerSettings(name="w0"))
     keeper = start_weight_keeper(settings, None)
     try:
-        async with scene(path) as it:
-            await it.client.tell_standbys(["w0"], ["w0"])
-            await until(lambda: it.server.query(f"{STANDBY_GONE.metric} == 1"))
-            await until(lambda: it.server.query(f"{KEEPER_DEAD.metric} == 1"))
-            await it.cause(partial(it.client.tell_standbys, ["w0"], []), STANDBY_GONE)
+        async with scene(path) as watched:
+            await watched.client.tell_standbys(["w0"], ["w0"])
+            await until(lambda: watched.server.query(f"{STANDBY_GONE.metric} == 1"))
+            await until(lambda: watched.server.query(f"{KEEPER_DEAD.metric} == 1"))
+            await watched.cause(partial(watched.client.tell_standbys, ["w0"], []), STANDBY_GONE)
 
             async def end() -> None:
                 keeper.signal(signal.SIGKILL)
 
-            await it.cause(end, KEEPER_DEAD)
-        return it.sightings
+            await watched.cause(end, KEEPER_DEAD)
+        return watched.sightings
     finally:
         await stop_children([keeper], 0)
         keeper.close()

@@ -364,7 +364,7 @@ def test_a_worker_sees_whether_its_weights_are_kept(tmp_path: Path) -> None:
             asked = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
             with suppress(BlockingIOError):
                 asked.connect(str(path))
-        assert watch.samples() == 1, "one that accepts nobody for now is not waited for"
+        assert watch.samples() == 1, "one that accepts no more for now is not waited for"
 
 
 def test_settings_that_shape_weights_are_their_identity() -> None:
