@@ -77,7 +77,7 @@ def build(arch: str) -> str:
     began, before = time.monotonic(), len(list(directory.glob("*.cubin")))
     units = {unit for layout in SERVED for unit in variants(arch, (layout,))}
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(lambda it: cached_unit(it[0], it[1], arch, directory), sorted(units)))
+        list(threads.map(lambda unit: cached_unit(unit[0], unit[1], arch, directory), sorted(units)))
     compiled = len(list(directory.glob("*.cubin"))) - before
     seconds = time.monotonic() - began
     return f"{len(units)} units for {arch} lie in {directory}: {compiled} were compiled in {seconds:.0f} s"
