@@ -334,7 +334,7 @@ def _budget(
         prompt_bytes=held.prompts,
         is_kept=sized.keeper,
     )
-    standby = STANDBY_DEVICE_BYTES if group_size == 1 else 0
+    standby = STANDBY_DEVICE_BYTES if group_size == 1 or sized.standbys else 0
     return str(auto_budget(left - standby, held.prompts)), held
 
 

@@ -1,7 +1,7 @@
 """Settings of the workers of `hisparse up`: names, roles, ports, groups and GPUs. Pure.
 
     worker i    is called w0, w1, ...; a fixed metrics port counts up
-    standby     one for each worker on a GPU, unless `worker.standby` says otherwise; none for ranks of a group
+    standby     with `worker.standby` = auto one for each worker on a GPU, and none for ranks of a group
     group j     is called g0, g1, ...; its rank i is worker j * size + i. All of its ranks have one role, and meet in
                 the runtime directory
     GPU         `worker.device` = cuda gives worker i the GPU cuda:i; cuda:N puts all workers on that one
@@ -61,13 +61,6 @@ def place(
             remedy="leave worker.group, group_size and group_endpoint out, and pass --group-size",
         )
     _require_groups(workers, group_size, experts)
-    if group_size > 1 and settings.standbys:
-        raise ConfigError(
-            "ranks of a group have no standby: a group starts again whole",
-            field="worker.standby",
-            value=settings.standby,
-            remedy=f"set it to 0 or {AUTO}",
-        )
     _require_roles(workers // group_size, "groups" if group_size > 1 else "workers", roles or (settings.role,), roles)
     is_spread = settings.device == CUDA and gpus > 0
     if is_spread and workers > gpus:
@@ -168,5 +161,5 @@ def _worker(
     if group_size == 1:
         standbys = int(device != "cpu") if settings.standby == AUTO else settings.standbys
         return msgspec.structs.replace(own, standby=standbys)
-    rank = index % group_size
-    return msgspec.structs.replace(own, group=f"g{number}", group_rank=rank, group_size=group_size, standby=0)
+    rank, standbys = index % group_size, settings.standbys
+    return msgspec.structs.replace(own, group=f"g{number}", group_rank=rank, group_size=group_size, standby=standbys)

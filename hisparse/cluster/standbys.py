@@ -5,6 +5,7 @@ worker serves    longer than the pause before its last restart: only then a stan
 worker ends      its exit is proved (hisparse.cluster.supervision: by pidfd). The standby is ordered to take over: from
                  then on it is the worker's process, and no standby. One that still prepares is ahead of a new
                  process and takes over once it is ready. Without one the worker is started again
+group ends       all of its ranks have: their standbys take over together, if each rank has one, and meet then
 standby ends     another is started, after a pause that doubles; after too many short lives none is
 order unheard    a standby that was ready and has not begun after HEARD_LIMIT_S hangs and is killed: the worker's
                  end, once more. One that still prepares has the time that any start has

@@ -13,8 +13,8 @@
               once the exit of the worker is proved: `_keep` has waited for its pidfd. It counts as a restart, for the
               pause and for giving up; only the pause of a first short life is left out
     group     restarted whole. When one rank ends, the others end by themselves (hisparse.cluster.group_end), or are
-              killed when they do not; then all start together, after one pause. Restarts are counted per group, and
-              the group serves while all of its ranks are connected
+              killed when they do not; then all start together, after one pause, or the standbys of all ranks take over,
+              if each has one. Restarts are counted per group, and the group serves while all of its ranks are connected
     pool      a host pool that was cut, overwritten or removed ends all workers of the node: their rows are gone. The
               first that starts again makes a new pool, by whose id the coordinator knows that requests are to be
               prefilled again
@@ -161,7 +161,7 @@ class ChildWatch:
         moved = {name for name, step in steps.items() if step != self._steps.get(name)}
         self._steps = dict(steps)
         for name, process in self._processes.items():
-            if not moved.isdisjoint(self._waits_for(name)):
+            if not moved.isdisjoint(self.waits_for(name)):
                 process.starts_since = now
 
     def serves_since(self, names: Iterable[str]) -> float | None:
@@ -184,7 +184,7 @@ class ChildWatch:
             return []
         return [name for name, process in self._processes.items() if self._hangs(process, now)]
 
-    def _waits_for(self, name: str) -> Sequence[str]:
+    def waits_for(self, name: str) -> Sequence[str]:
         """Return the ranks of the group of `name`; itself where it is in none."""
         return next((ranks for ranks in self.groups if name in ranks), (name,))
 
@@ -294,13 +294,14 @@ class ProcessSupervisor:
 
     async def _keep_standby(self, standbys: Standbys, name: str) -> None:
         def serves() -> bool:
-            since = self._watch.serves_since([name])
+            since = self._watch.serves_since(self._watch.waits_for(name))
             return since is not None and trio.current_time() - since > self._restarts[name].pause_s
 
         await standbys.keep(name, serves, self._report, self._changed)
 
     async def _keep_group(self, group: str, ranks: Sequence[str]) -> None:
         restarts = Restarts()
+        self._restarts |= dict.fromkeys(ranks, restarts)
         while True:
             ends, served_s = await self._ended(group, ranks)
             last = blamed(ends) or ends[-1]
@@ -314,11 +315,16 @@ class ProcessSupervisor:
                 for name in ranks:
                     self._let_go(name, child)
                 return
-            self._report(f"{end_text(group, ends)}; all of its ranks are restarted in {pause_s:g} s")
+            standbys = self._standbys if self._standbys is not None and all(map(self._standbys.has, ranks)) else None
+            if standbys is not None and restarts.short_lives == 1:
+                pause_s = 0.0
+            what = "the standbys of its ranks take over" if standbys is not None else "all of its ranks are restarted"
+            self._report(f"{end_text(group, ends)}; {what} in {pause_s:g} s")
             await self._tell_gone([end.name for end in ends])
             await trio.sleep(pause_s)
             for name in ranks:
-                self._cluster.restart(name)
+                if standbys is None or not standbys.take_over(name):
+                    self._cluster.restart(name)
                 self._watch.began(name, trio.current_time())
             self._changed()
 

@@ -52,10 +52,10 @@ def test_a_worker_has_a_standby_on_a_gpu_or_if_asked_for(asked: Any, device: str
     assert [it.standby for it in placed(2, settings)] == [standbys] * 2
 
 
-def test_ranks_have_no_standby() -> None:
-    assert [it.standby for it in placed(2, group_size=2, gpus=2)] == [0, 0]
-    with pytest.raises(ConfigError, match=r"worker\.standby=1: ranks of a group have no standby"):
-        placed(2, msgspec.structs.replace(GPU, standby=1), group_size=2, gpus=2)
+def test_ranks_have_standbys_if_asked_for() -> None:
+    for asked, standbys in (("auto", 0), (1, 1)):
+        ranks = placed(2, msgspec.structs.replace(GPU, standby=asked), group_size=2, gpus=2)
+        assert [it.standby for it in ranks] == [standbys] * 2
 
 
 def test_a_worker_reads_the_same_settings_from_its_environment() -> None:
