@@ -37,8 +37,13 @@ INDEXERS: Final = (
 SPILL_BYTES: Final = {"prompt_index": 20}
 SHOWN: Final = (
     *("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "DRAFT", "DRAFTS"),
-    *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "TOKENS"),
+    *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "SINKS", "TOKENS"),
 )
+
+
+def attention_variants() -> Iterator[Defines]:
+    """Defines of every form of attend_rows on Hopper: rows, heads of a pair of blocks, without sinks and with them."""
+    return (hopper_defines(*of) for of in product(("bfloat16", "fp8"), HEADS_TOGETHER, (False, True)))
 
 
 def variants(arch: str) -> Iterator[tuple[str, Defines]]:
@@ -46,7 +51,7 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     number = int(arch.removeprefix("sm_"))
     yield "index_select", select_defines()
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
-        yield from (("attend_rows", hopper_defines(*of)) for of in product(("bfloat16", "fp8"), HEADS_TOGETHER))
+        yield from (("attend_rows", defines) for defines in attention_variants())
         yield from (("prompt_index", defines) for defines in prompt_index.variants())
         yield "prompt_merge", ()
         yield "quantize", ()

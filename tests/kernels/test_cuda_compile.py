@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -174,9 +174,10 @@ def place_of(elf: bytes, name: str) -> tuple[int, int]:
 
 #: Of shared memory on Hopper, in each block and beside the 227 KiB that a block gets.
 SYSTEM_SHARED_BYTES: Final = 1024
-ATTENTION: Final = [hopper_defines(kind, heads) for kind in ("bfloat16", "fp8") for heads in HEADS_TOGETHER]
 attention_variants = pytest.mark.parametrize(
-    "defines", ATTENTION, ids=lambda defines: "-".join(str(it[1]) for it in defines[:2])
+    "defines",
+    list(kernels_compile.attention_variants()),
+    ids=lambda defines: "-".join(str(it[1]) for it in defines[:3]),
 )
 
 
@@ -195,6 +196,23 @@ def test_products_of_attention_are_asynchronous(defines: jit.Defines) -> None:
     groups = 2 * (1 + turns) * [18] + 2 * 2 * turns * [sums]
     assert len(products) == sum(groups)
     assert sum(it.closes_group for it in products) == len(groups)
+
+
+@pytest.mark.parametrize("heads", HEADS_TOGETHER)
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+def test_sinks_cost_nothing_between_products(kind: str, heads: int) -> None:
+    """As many instructions ahead of each product as without sinks, but for what the first group does behind its last
+    one; and as many registers."""
+    ahead = []
+    for sinks in (False, True):
+        code = code_of_attention(hopper_defines(kind, heads, sinks))
+        products = [place for place, it in enumerate(code) if it.multiplies]
+        own = len(products) // 2
+        ahead.append([later - earlier for earlier, later in pairwise([0, *products])])
+        ahead[-1][own] = 0
+    assert ahead[0] == ahead[1]
+    resources = [kept_unit("attend_rows", hopper_defines(kind, heads, it), "sm_90").resources for it in (False, True)]
+    assert resources[0] == resources[1]
 
 
 @attention_variants
