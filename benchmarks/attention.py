@@ -30,7 +30,7 @@ import torch
 from benchmarks.index_topk import capture, copy_bytes_per_us, operations_per_us, timed
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in import machine
-from kernels.attention import attend_rows
+from kernels.cuda.attention import Blocks, attend_rows
 from kernels.layout import Geometry
 from kernels.row_format import kv_row_format
 from kernels.state import DeviceState
@@ -49,12 +49,13 @@ ERROR_MOST = 2.0**-7
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads of a layer, values of a row, and whether each head has a sink."""
+    """Heads of a layer, values of a row, whether each head has a sink, and a cut in place of the launcher's choice."""
 
     heads: int = 128
     latent: int = 512
     rope: int = 64
     sinks: bool = False
+    cut: str = ""  # HEADSxROWSxWARPSxSTAGES
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Shape:
@@ -65,7 +66,11 @@ class Shape:
         return {} if self == Shape() else asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.heads} heads, {self.latent} + {self.rope} values{', sinks' * self.sinks}"
+        return f"{self.heads} heads, {self.latent} + {self.rope} values{', sinks' * self.sinks} {self.cut}".rstrip()
+
+    @property
+    def blocks(self) -> Blocks | None:
+        return Blocks(*map(int, self.cut.split("x"))) if self.cut else None
 
 
 class Cell:
@@ -92,7 +97,8 @@ class Cell:
         self.sinks = torch.randn(shape.heads, device="cuda") if shape.sinks else None
 
     def run(self, layer: int) -> None:
-        attend_rows(self.state, layer, self.queries, self.out_rows, SCALING, self.out, self.sinks)
+        given = (self.state, layer, self.queries, self.out_rows, SCALING, self.out, self.sinks)
+        attend_rows(*given, blocks=self.shape.blocks)
 
     def check(self) -> float:
         """Largest error of one head of the last row, as a share of the largest latent."""
@@ -164,8 +170,9 @@ def main() -> None:
     for name in ("heads", "latent", "rope"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Shape, name))
     parser.add_argument("--sinks", action="store_true", help="one more logit a head in the softmax")
+    parser.add_argument("--cut", default="", metavar="HxRxWxS", help="heads, rows, warps and stages of a program")
     options = parser.parse_args()
-    shape = Shape(options.heads, options.latent, options.rope, options.sinks)
+    shape = Shape(options.heads, options.latent, options.rope, options.sinks, options.cut)
     began = time.monotonic()
     done = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rates = copy_bytes_per_us(), operations_per_us()
