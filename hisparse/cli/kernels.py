@@ -23,7 +23,7 @@ def kernels() -> None:
     help="Compute capability.",
 )
 def build(architectures: tuple[str, ...]) -> None:
-    """Compile the units of CUDA that workers with the supported row formats load, for each --arch.
+    """Compile the units of CUDA that workers of DeepSeek-V3.2 and GLM-5 load, for each --arch.
 
     They go where workers look for them: $HISPARSE_KERNEL_CACHE, or hisparse/kernels in the user's cache folder. What
     is there already is kept. Kernels in Triton and DeepGEMM's are compiled on a GPU, at a worker's first start.
