@@ -29,7 +29,7 @@ from protocol.errors import BadInput
 from protocol.text import JsonTokenizer
 from tests.hisparse.http.models.formats.test_formats import TIMES
 from tests.support.http_rig import FrontRig, deepseek_tokenizer_json, front_rig
-from worker.runners.tiny_template import TEMPLATES
+from tests.support.tiny_templates import TEMPLATES
 
 BOS: Final = "<｜begin▁of▁sentence｜>"
 EOS: Final = "<｜end▁of▁sentence｜>"
