@@ -15,7 +15,7 @@ N batch, S tokens, H heads, k qk_head_dim, v v_head_dim, q q_lora_rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -28,6 +28,8 @@ Module = Any  # modules of the model library, whose attributes are not typed
 
 #: Fields of config.json that one layer's use of another's selection follows from.
 SHARING: Final = frozenset({"indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"})
+#: torch's CPU loops take this many floats at a time (two AVX-512 registers); what is left over takes another path.
+VECTOR_FLOATS: Final = 32
 #: What follows the norms of a layer.
 ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
 
@@ -39,6 +41,17 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     converts: bool = False
     keeps_float32: bool = False
+
+
+def in_whole_vectors(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Return function(values) for an elementwise `function`, with the same bits whatever rows are beside a row of
+    `values` [..., n]: on a CPU no row lies in the tail of a vector loop (worker/runners/layers.py)."""
+    width = values.shape[-1]
+    if values.is_cuda or not width % VECTOR_FLOATS:
+        return function(values)
+    from torch.nn.functional import pad
+
+    return function(pad(values, (0, -width % VECTOR_FLOATS)))[..., :width]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +115,8 @@ class Family:
         return norm
 
     def gate_norm(self, norm: Module, normed: Tensor) -> Tensor:
-        """Return the output of `norm` for the output `normed` [..., hidden] of the RMS norm within."""
+        """Return the output of `norm` for the output `normed` [..., hidden] of the RMS norm within. Rows stay apart
+        (`in_whole_vectors`)."""
         return normed
 
     def query_input(self, residual: Tensor, compressed: Tensor) -> Tensor:
@@ -120,7 +134,7 @@ class Family:
 
     def gate_attended(self, attended: Tensor, gate: Tensor) -> Tensor:
         """Return the input of o_proj for attention's output [N, S, H * v] and the `gate` of `split_queries`, if there
-        is one."""
+        is one. Rows stay apart."""
         return attended
 
     def choice(self, router: Module) -> ExpertChoice | None:

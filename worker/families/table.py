@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 from protocol.errors import ConfigError
+from worker.families.axk2 import AXK2
 from worker.families.base import Family
 from worker.families.deepseek_v32 import DEEPSEEK_V32
 from worker.families.glm_moe_dsa import GLM_MOE_DSA
 
 #: By model_type.
-FAMILIES: Final[dict[str, Family]] = {it.model_type: it for it in (DEEPSEEK_V32, GLM_MOE_DSA)}
+FAMILIES: Final[dict[str, Family]] = {it.model_type: it for it in (DEEPSEEK_V32, GLM_MOE_DSA, AXK2)}
 
 
 def names() -> list[str]:

@@ -143,12 +143,13 @@ def normed(norm: Module, values: Tensor) -> Tensor:
 
 def normed_rows(norm: Module, values: Tensor, member: Module | None, family: Family) -> Activations:
     """A norm of the library's, which may have more than its RMS norm, for products with `member` and others."""
+    rms = family.rms_of(norm)
+    if rms is not norm:
+        return Activations(family.gate_norm(norm, normed(rms, values)))
     if not values.is_cuda:
         return Activations(norm(values))
-    rms = family.rms_of(norm)
-    codes = make_codes_for(member, values.shape[:-1].numel()) if rms is norm else None
-    found = rms_norm(values, rms.weight, rms.variance_epsilon, codes)
-    return Activations(found if rms is norm else family.gate_norm(norm, found), codes)
+    codes = make_codes_for(member, values.shape[:-1].numel())
+    return Activations(rms_norm(values, norm.weight, norm.variance_epsilon, codes), codes)
 
 
 def join_normed(
@@ -164,19 +165,19 @@ def join_normed(
 ) -> tuple[Tensor, Activations | None]:
     """values [N, S, n] + (sum of parts [R, N * S, n] + added), rounded after each, `into` where it is given, and the
     library's norm of that, for products with `member` and others; it goes to `also` [N * S, n] too."""
+    rms = None if norm is None else family.rms_of(norm)
+    if rms is not norm:
+        total, found = join_normed(rms, values, parts, added, into=into, family=family)
+        assert found is not None
+        gated = family.gate_norm(norm, found.values)
+        if also is not None:
+            _copy_rows(gated.flatten(0, -2), also)
+        return total, Activations(gated)
     if values.is_cuda:
-        rms = None if norm is None else family.rms_of(norm)
-        weight, eps = (None, 0.0) if rms is None else (rms.weight, rms.variance_epsilon)
-        if rms is not norm:
-            total, found = join_norm(values, parts, added, weight, eps, None, None, into)
-            assert found is not None
-            gated = family.gate_norm(norm, found)
-            if also is not None:
-                _copy_rows(gated.flatten(0, -2), also)
-            return total, Activations(gated)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
         codes = make_codes_for(member, values.shape[:-1].numel())
-        total, found = join_norm(values, parts, added, weight, eps, also, codes, into)
-        return total, None if found is None else Activations(found, codes)
+        total, normed_values = join_norm(values, parts, added, weight, eps, also, codes, into)
+        return total, None if normed_values is None else Activations(normed_values, codes)
     whole = parts[0] if len(parts) == 1 else add_parts(parts, values.dtype)
     whole = whole.view(values.shape)
     total = torch.add(values, whole if added is None else whole + added, out=into)

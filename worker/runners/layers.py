@@ -41,7 +41,7 @@ from kernels.state import DeviceState
 from protocol.config_checks import SEATS_MAX
 from protocol.units import pages_for
 from worker.device.step_rows import StepRows
-from worker.families.base import Module
+from worker.families.base import VECTOR_FLOATS, Module
 from worker.families.table import family_of
 from worker.group.exchange import Alike, Exchange
 from worker.runners import attention as mla
@@ -55,8 +55,6 @@ from worker.weights.modules import Activations
 #: The rotary functions of the library's modules: of halves, and of neighbours.
 ROPE: Final = "apply_rotary_pos_emb"
 INTERLEAVED: Final = f"{ROPE}_interleave"
-#: torch's CPU loops take this many floats at a time (two AVX-512 registers); what is left over takes another path.
-VECTOR_FLOATS: Final = 32
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [N, S, d] of some positions
 

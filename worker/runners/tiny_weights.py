@@ -175,7 +175,7 @@ def _add_draft_layer(model: Any, generator: torch.Generator) -> None:
     model.config.num_nextn_predict_layers = 1
     append_draft_layer(model)
     layers, hidden = model.model.layers, model.config.hidden_size
-    layer, copied = layers[-1], layers[_leading(layers)].self_attn.state_dict()
+    layer, leading = layers[-1], layers[_leading(layers)]
     layer.to_empty(device="cpu").requires_grad_(False)
     for name, weight in sorted(layer.state_dict().items()):
         if weight.dim() < 2:
@@ -183,7 +183,8 @@ def _add_draft_layer(model: Any, generator: torch.Generator) -> None:
             continue
         gain = DRAFT_EXPERT_GAIN if "down_proj" in name else 1.0
         weight.copy_(torch.randn(weight.shape, generator=generator) * (gain / math.sqrt(weight.shape[-1])))
-    layer.self_attn.load_state_dict(layers[0].self_attn.state_dict() | copied)
+    layer.self_attn.load_state_dict(layers[0].self_attn.state_dict() | leading.self_attn.state_dict())
+    layer.input_layernorm.load_state_dict(leading.input_layernorm.state_dict())
     layer.eh_proj.weight[:, hidden:] *= DRAFT_STATE_GAIN
     layer.eh_proj.weight[:, :hidden] = torch.eye(hidden)
 

@@ -68,7 +68,6 @@ ROPE_FIELDS: Final = frozenset(
 )
 #: Other families with learned selection, by `model_type`: what each computes that is not implemented.
 NOT_SERVED: Final[Mapping[str, str]] = {
-    "axk2": "gated norms, and an output gate within q_b_proj",
     "hy_v4": "attention sinks, an output gate and four residual streams",
     "mistral_large4": "layers that reuse another layer's latent, and layers without rotation",
     "minimax_m3_vl": "keys and values of four heads, selected in blocks for each of them",

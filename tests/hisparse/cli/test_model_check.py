@@ -17,6 +17,7 @@ from worker.runners.checkpoint import geometry_of, read_dimensions
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.weights.config_fields import NOT_SERVED
 from worker.weights.shares import rank_bytes
+from worker.weights.synth import published_config
 
 #: Families that the model library has, and those that only other engines have.
 LIBRARY = sorted(NOT_SERVED.keys() - {"deepseek_v41", "kimi_k3"})
@@ -129,7 +130,7 @@ def test_other_families_are_refused_with_the_reason(family: str, tmp_path: Path)
     (tmp_path / "config.json").write_text(CONFIG_MAPPING[family]().to_json_string(use_diff=False))
     text = refused(tmp_path)
     assert f"worker.model={tmp_path}: model_type {family} is not served: it has {NOT_SERVED[family]}" in text
-    assert "(use one of deepseek_v32, glm_moe_dsa)" in text
+    assert "(use one of deepseek_v32, glm_moe_dsa, axk2)" in text
 
 
 @pytest.mark.parametrize("family", ["deepseek_v41", "kimi_k3", "longcat_flash", "step5"])
@@ -179,10 +180,19 @@ def test_other_sizes_are_refused_by_flag(tiny: Path, args: tuple[str, ...], code
     assert "worker." not in result.stderr
 
 
-@pytest.mark.parametrize(("name", "row"), [("deepseek-v3.2", 48_068), ("glm-5", 61_464), ("glm-5.3", 53_940)])
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("deepseek-v3.2", 48_068),
+        ("glm-5", 61_464),
+        ("glm-5.3", 53_940),
+        ("a.x-k2", 48_068),
+        ("a.x-k2-light", 15_744),
+    ],
+)
 def test_sizes_reach_the_published_context(name: str, row: int, tmp_path: Path) -> None:
     """Bytes of host memory per token in fp8, all layers; GLM-5.2 and 5.3 to a million tokens."""
-    file, fields = tmp_path / "config.json", SERVED[name]
+    file, fields = tmp_path / "config.json", SERVED.get(name) or published_config(name).to_dict()
     file.write_text(json.dumps(fields))
     context = str(fields["max_position_embeddings"])
     command = ["size", "--config", str(file), "--kv-dtype", "fp8", "--host-mem", "1TB", "--gpu-mem", "141GB"]

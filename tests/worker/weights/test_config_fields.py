@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from protocol.errors import ConfigError
 from worker.families.base import SHARING
@@ -100,7 +100,8 @@ def test_what_the_librarys_modules_read_is_read_or_has_one_value(family: str) ->
 
 
 def model_of(config: Any) -> Any:
-    return AutoModelForCausalLM.from_config(config).eval()
+    kind = FAMILIES[config.model_type].config_class.replace("Config", "ForCausalLM")
+    return getattr(transformers, kind)(config).eval()
 
 
 @pytest.mark.parametrize("family", CLASSES)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from hisparse.http.models.formats import deepseek, glm
+from hisparse.http.models.formats import deepseek, glm, hermes
 from hisparse.http.models.formats.conversation import Conversation, Tool
 from hisparse.http.models.formats.lark import Rules
 from hisparse.http.models.formats.replies import THINK, THINK_END, CallSyntax, ReplyPlan
@@ -64,10 +64,17 @@ DSML: Final = ChatFormat(
     named=(deepseek.DSML,),
     spoken=(deepseek.USER, deepseek.ASSISTANT),
 )
+HERMES: Final = ChatFormat(
+    CallSyntax(hermes.START, hermes.read_call),
+    True,
+    (*_THINKING, hermes.START, hermes.END),
+    call_grammar=hermes.call_grammar,
+    named=(hermes.START, hermes.ARGUMENTS),
+)
 REASONING: Final = ChatFormat(None, True, _THINKING, named=(THINK_END,))
 PLAIN: Final = ChatFormat(None, False)
 #: By name, in the order in which templates are tried.
-FORMATS: Final = {"glm": GLM, "dsml": DSML, "reasoning": REASONING, "plain": PLAIN}
+FORMATS: Final = {"glm": GLM, "dsml": DSML, "hermes": HERMES, "reasoning": REASONING, "plain": PLAIN}
 
 
 def format_of(template: str, tokenizer: Tokenizer) -> ChatFormat | None:

@@ -27,7 +27,7 @@ from hisparse.http.models.formats.conversation import (
     template_tools,
 )
 from hisparse.http.models.formats.deepseek import encode
-from hisparse.http.models.formats.known import DSML, FORMATS, GLM, PLAIN, REASONING, format_of
+from hisparse.http.models.formats.known import DSML, FORMATS, GLM, HERMES, PLAIN, REASONING, format_of
 from hisparse.http.models.formats.replies import Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall, merged
 from hisparse.http.models.templates import render
 from protocol.text import ByteTokenizer, JsonTokenizer
@@ -42,6 +42,7 @@ WEATHER: Final = Tool(
     {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "note": {}}},
 )
 GLM_PLAN: Final = ReplyPlan(reasons=True, syntax=GLM.syntax, schemas={WEATHER.name: WEATHER.parameters})
+HERMES_PLAN: Final = ReplyPlan(reasons=True, syntax=HERMES.syntax)
 DSML_PLAN: Final = ReplyPlan(reasons=True, syntax=DSML.syntax)
 
 
@@ -356,7 +357,9 @@ def rendered(template: str, conversation: Conversation) -> str:
     return render(template, turns, conversation.all_variables, 1 << 20, lambda form: form, tools)
 
 
-@pytest.mark.parametrize(("family", "plan"), [("glm-5", GLM_PLAN), ("deepseek-v3.2", DSML_PLAN)])
+@pytest.mark.parametrize(
+    ("family", "plan"), [("glm-5", GLM_PLAN), ("deepseek-v3.2", DSML_PLAN), ("a.x-k2", HERMES_PLAN)]
+)
 def test_tiny_templates_render_tools_and_calls_that_are_read_again(family: str, plan: ReplyPlan) -> None:
     prompt = rendered(TEMPLATES[family], conversation())
     assert prompt.rstrip().endswith("<think>")

@@ -368,11 +368,11 @@ async def test_result_of_no_call_names_its_field(rig: FrontRig) -> None:
 def test_tiny_templates_put_later_instructions_on_the_users_side(family: str) -> None:
     turns = (Turn("system", "first"), HI, Turn("assistant", "Yes?"), Turn("system", "Be brief."))
     text = rendered(TEMPLATES[family], Conversation(turns))
-    marker = "<|system|>" if family == "glm-5" else USER
+    marker = USER if family == "deepseek-v3.2" else "<|system|>"
     assert f"{marker}Be brief." in text
     assert text.index("first") < text.index("Hi") < text.index("Yes?") < text.index("Be brief.")
     ending = text[text.index("Be brief.") :]
-    assert ("<|assistant|>" if family == "glm-5" else ASSISTANT) in ending
+    assert (ASSISTANT if family == "deepseek-v3.2" else "<|assistant|>") in ending
 
 
 @pytest.mark.parametrize(
