@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.models.axk2.modeling_axk2 import AXK2GatedRMSNorm
 
 from kernels.row_bytes import index_key_shape, kv_row_shape
 from tests.support.checkpoints import tiny_checkpoint
@@ -14,6 +16,7 @@ from tests.support.once import made_once
 from tests.support.runner_rig import Rig
 from worker.families.axk2 import AXK2
 from worker.families.base import in_whole_vectors
+from worker.runners.attention import join_normed
 from worker.runners.checkpoint import geometry_of
 from worker.runners.tiny import tiny_config
 from worker.runners.tiny_weights import random_model, write_weights
@@ -94,6 +97,34 @@ def light_checkpoint(run_dir: Path) -> Path:
         return str(path)
 
     return Path(made_once(run_dir, "a.x-k2, rows of 160", write))
+
+
+def gated_norm(hidden: int, dtype: torch.dtype, device: str) -> Any:
+    config = AXK2.config(hidden_size=hidden, gated_norm_rank=16)
+    norm = AXK2GatedRMSNorm(config).to(device, dtype).requires_grad_(False)
+    for weight in norm.parameters():
+        weight.normal_(0, 1 if weight.dim() == 1 else weight.shape[1] ** -0.5)
+    return norm
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_gated_norm_of_a_sum_is_the_librarys(rows: int) -> None:
+    check_gated_norm(rows, "cpu", torch.float32)
+
+
+def check_gated_norm(rows: int, device: str, dtype: torch.dtype) -> None:
+    """Compare with the library's module; where rows travel to other ranks, the same goes there."""
+    norm = gated_norm(256, dtype, device)
+    hidden, parts = (torch.randn(*shape, device=device).to(dtype) for shape in ((rows, 1, 256), (2, rows, 256)))
+    also = torch.zeros(rows, 300, dtype=dtype, device=device)
+    total, found = join_normed(norm, hidden, parts, also=also[:, :256], family=AXK2)
+    wanted = hidden + parts.float().sum(0).to(dtype).view(hidden.shape)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(total, wanted, rtol=8 * step, atol=8 * step)
+    assert found is not None
+    torch.testing.assert_close(found.values, norm(total), rtol=8 * step, atol=8 * step)
+    assert torch.equal(also[:, :256], found.values.view(rows, 256))
+    assert not also[:, 256:].any()
 
 
 @pytest.mark.parametrize("width", [8, 16, 72, 96])
