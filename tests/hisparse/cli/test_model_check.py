@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from hisparse.cli import main
 from protocol.byte_sizes import parse_size
-from tests.support.published import DEEPSEEK_V32, GLM_53, SERVED
+from tests.support.published import DEEPSEEK_V32, FP8, GLM_53, SERVED
 from tests.support.sparse_repository import write_sparse
 from worker.runners.checkpoint import geometry_of, read_dimensions
 from worker.runners.tiny import write_tiny_checkpoint
@@ -192,7 +192,8 @@ def test_other_sizes_are_refused_by_flag(tiny: Path, args: tuple[str, ...], code
 )
 def test_sizes_reach_the_published_context(name: str, row: int, tmp_path: Path) -> None:
     """Bytes of host memory per token in fp8, all layers; GLM-5.2 and 5.3 to a million tokens."""
-    file, fields = tmp_path / "config.json", SERVED.get(name) or published_config(name).to_dict()
+    stored = {"dtype": "bfloat16", "quantization_config": FP8}
+    file, fields = tmp_path / "config.json", SERVED.get(name) or published_config(name).to_dict() | stored
     file.write_text(json.dumps(fields))
     context = str(fields["max_position_embeddings"])
     command = ["size", "--config", str(file), "--kv-dtype", "fp8", "--host-mem", "1TB", "--gpu-mem", "141GB"]

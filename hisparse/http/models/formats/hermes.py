@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from hisparse.http.models.formats.arguments import object_of, quoted
-from hisparse.http.models.formats.call_grammars import any_of
+from hisparse.http.models.formats.call_grammars import OF_THE_WHOLE, any_of
 from hisparse.http.models.formats.conversation import Tool
 from hisparse.http.models.formats.lark import Rules, schema_of
 from hisparse.http.models.formats.scanning import NAME, Reading, Scan, UnreadableOutput
@@ -53,12 +53,16 @@ def _call_of(text: str) -> _Call | None:
 
 
 def call_grammar(rules: Rules, tools: Sequence[tuple[Tool, str]], many: bool) -> str:
-    """Of one call of `tools` or of several: arguments are held to the whole schema of a tool."""
+    """Return an expression of one call of `tools`, or of several. Arguments are held to the whole schema of a tool, and
+    to the members that it names where it combines no others."""
     call = rules.rule(any_of([_call(rules, tool) for tool, _ in tools]))
     return f'{call} ("\\n"? {call})*' if many else call
 
 
 def _call(rules: Rules, tool: Tool) -> str:
-    arguments = rules.rule(schema_of({"type": "object", **(tool.parameters or {})}))
+    schema = {"type": "object", **(tool.parameters or {})}
+    if not any(word in schema for word in OF_THE_WHOLE):
+        schema = {"additionalProperties": False, **schema}
+    arguments = rules.rule(schema_of(schema))
     opening = f'\n{{"name": {quoted(tool.name)}, {ARGUMENTS}: '
     return " ".join((rules.literal(START + opening), arguments, rules.literal("}\n" + END)))
