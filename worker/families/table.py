@@ -11,17 +11,17 @@ from worker.families.deepseek_v32 import DEEPSEEK_V32
 from worker.families.glm_moe_dsa import GLM_MOE_DSA
 
 #: By model_type.
-FAMILIES: Final[dict[str, Family]] = {it.model_type: it for it in (DEEPSEEK_V32, GLM_MOE_DSA, AXK2)}
+FAMILIES: Final[dict[str, Family]] = {family.model_type: family for family in (DEEPSEEK_V32, GLM_MOE_DSA, AXK2)}
 
 
 def names() -> list[str]:
     """Return the names of all families."""
-    return [it.name for it in FAMILIES.values()]
+    return [family.name for family in FAMILIES.values()]
 
 
 def models() -> list[str]:
     """Return the names of all published models whose shapes are known here."""
-    return [model for it in FAMILIES.values() for model in it.models]
+    return [model for family in FAMILIES.values() for model in family.models]
 
 
 def family_of(config: Any) -> Family:

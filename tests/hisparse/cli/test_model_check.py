@@ -17,7 +17,6 @@ from worker.runners.checkpoint import geometry_of, read_dimensions
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.weights.config_fields import NOT_SERVED
 from worker.weights.shares import rank_bytes
-from worker.weights.synth import published_config
 
 #: Families that the model library has, and those that only other engines have.
 LIBRARY = sorted(NOT_SERVED.keys() - {"deepseek_v41", "kimi_k3"})
@@ -192,6 +191,8 @@ def test_other_sizes_are_refused_by_flag(tiny: Path, args: tuple[str, ...], code
 )
 def test_sizes_reach_the_published_context(name: str, row: int, tmp_path: Path) -> None:
     """Bytes of host memory per token in fp8, all layers; GLM-5.2 and 5.3 to a million tokens."""
+    from worker.weights.synth import published_config
+
     stored = {"dtype": "bfloat16", "quantization_config": FP8}
     file, fields = tmp_path / "config.json", SERVED.get(name) or published_config(name).to_dict() | stored
     file.write_text(json.dumps(fields))
