@@ -67,6 +67,10 @@ class _AXK2(Family):
         rows, columns = super().query_shape(config)
         return rows + config.num_attention_heads * config.v_head_dim, 2 * columns
 
+    def kept_values(self, config: Any) -> int:
+        """Return the size of the gate, and of both forms of the query latent."""
+        return int(config.num_attention_heads * config.v_head_dim + 2 * config.q_lora_rank)
+
     def module_name(self, stored: str) -> str:
         for name, module in _MODULES.items():
             stored = stored.replace(name, module)

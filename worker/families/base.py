@@ -104,6 +104,10 @@ class Family:
         """Return the shape [rows, columns] of q_b_proj as it is stored."""
         return config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim), config.q_lora_rank
 
+    def kept_values(self, config: Any) -> int:
+        """Return how many values a token keeps beside its queries until its layer has attended."""
+        return 0
+
     def module_name(self, stored: str) -> str:
         """Return the name that the model library's modules have for the tensor or product `stored`."""
         return stored

@@ -225,22 +225,24 @@ def prompt_scratch_bytes(
     """Bytes that prompts take on a GPU beside weights and KV, at most: `passes` open passes of `pass_tokens`, and one
     block of `rows_max` rows on its way through a layer.
 
-    A pass keeps tokens, hidden states, angles and selection. A block holds its projections while tokens select, its
-    queries, latents and values while they attend, and then what an MLP or experts make of it; the largest of the three
-    counts. The experts of a group's `ranks` take rows of all of them, EXPERT_ROWS_MAX together or those of one rank.
-    In a pass that ranks split, they gather rows and index keys, and behind the last layer states.
+    A pass keeps tokens, hidden states, angles and selection. A block holds its states, their sum and its norm, its
+    selection, its projections while tokens select, its queries, latents and values while they attend, and then what an
+    MLP or experts make of it; the largest of the last three counts. The experts of a group's `ranks` take rows of all
+    of them, EXPERT_ROWS_MAX together or those of one rank. In a pass that ranks split, they gather rows and index keys,
+    and behind the last layer states.
     Raises ConfigError naming a field that is absent or unfit.
     """
     _require_dimensions(config, (*DIMENSIONS, "index_topk", "num_experts_per_tok"))
     value, hidden, row = BYTES[dtype], config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim
     kept = value * (hidden + 2 * config.qk_rope_head_dim) + 4 * config.index_topk + TOKEN_BYTES
-    query = sum(family_of(config).query_shape(config)) + config.num_attention_heads * row  # and against rows
+    family = family_of(config)
+    query = sum(family.query_shape(config)) + config.num_attention_heads * row  # and against rows
     index = 2 * config.index_n_heads * config.index_head_dim  # turned, and in the order of the kernel
     selecting = rows_max * value * (query + index + hidden + 2 * row) + TOPK_SCRATCH_BYTES
     attending = rows_max * value * config.num_attention_heads * (row + config.kv_lora_rank + config.v_head_dim)
     computing = value * max(_mlp_values(config, rows_max), _experts_values(config, rows_max, ranks))
     computing = max(computing, _quantized_experts_bytes(config, rows_max, ranks, value))
-    residual = rows_max * (3 * value * hidden + 4 * config.index_topk)  # states, their sum and its norm; selection
+    residual = rows_max * (value * (3 * hidden + family.kept_values(config)) + 4 * config.index_topk)
     gathering = 0
     if ranks > 1:
         gathered, sent = pass_tokens + ranks, ceil(pass_tokens / ranks)

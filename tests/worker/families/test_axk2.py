@@ -15,12 +15,13 @@ from tests.support.checkpoints import tiny_checkpoint
 from tests.support.once import made_once
 from tests.support.runner_rig import Rig
 from worker.families.axk2 import AXK2
-from worker.families.base import in_whole_vectors
+from worker.families.base import Family, in_whole_vectors
 from worker.runners.attention import join_normed
 from worker.runners.checkpoint import geometry_of
 from worker.runners.tiny import tiny_config
 from worker.runners.tiny_weights import random_model, write_weights
 from worker.runners.transformers_dsa import TransformersRunner
+from worker.weights.layout import prompt_scratch_bytes
 from worker.weights.synth import published_config
 
 PROMPT = list(Path(__file__).read_bytes())
@@ -36,6 +37,13 @@ def test_rows_of_the_light_model_have_the_bytes_of_their_values() -> None:
     token_bytes = geometry.layers * geometry.row_bytes + geometry.groups * geometry.index_row_bytes
     assert token_bytes == 48 * (320 + 256)
     assert index_key_shape("fp8", config.index_head_dim).row_bytes == 132
+
+
+def test_prompts_have_room_for_gates_and_both_forms_of_the_query_latent(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = published_config("a.x-k2")
+    whole = prompt_scratch_bytes(config, 512, 8_192)
+    monkeypatch.setattr(type(AXK2), "kept_values", Family.kept_values)
+    assert whole - prompt_scratch_bytes(config, 512, 8_192) == 2 * 512 * (64 * 128 + 2 * 1_536)
 
 
 def test_checkpoints_have_the_published_names(run_dir: Path) -> None:
