@@ -49,7 +49,7 @@ class ToyConfig(DeepseekV32Config):  # type: ignore[misc]
 class ShiftedNorm(nn.Module):
     def __init__(self, norm: DeepseekV32RMSNorm, shifts: int) -> None:
         super().__init__()
-        self.rms, self.shift = norm, nn.Parameter(torch.zeros(shifts))
+        self.rms, self.shift = norm, nn.Parameter(torch.linspace(-0.1, 0.1, shifts))
 
     def forward(self, values: Tensor) -> Tensor:
         shifted: Tensor = self.rms(values) + self.shift
