@@ -54,7 +54,7 @@ def in_whole_vectors(function: Callable[[Tensor], Tensor], values: Tensor) -> Te
     return function(pad(values, (0, -width % VECTOR_FLOATS)))[..., :width]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """Facts of a family, and hooks with the defaults that the head of this file describes."""
 
