@@ -22,7 +22,7 @@ from basics.rooms import RoomUse
 from basics.shares import check_share, is_near
 from coordinator.gateway.connections import ClientConnection, ClientConnections
 from coordinator.gateway.subscriptions import Subscriptions
-from coordinator.scheduling.events import Ending
+from coordinator.state.events import Ending
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages

@@ -30,7 +30,7 @@ from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.peer_address import peer_address
 from coordinator.listener.rate_limiter import SENDERS_MAX, RateLimiter
 from coordinator.listener.router import Received, RouterSocket
-from coordinator.scheduling.api import SchedulerApi
+from coordinator.scheduler.api import SchedulerApi
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages

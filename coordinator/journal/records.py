@@ -180,7 +180,7 @@ class RequestDeparted(JournalEntry, frozen=True, tag="departed"):
 
 
 class RequestsStruck(JournalEntry, frozen=True, tag="struck"):
-    """`worker` died while it ran these requests (coordinator.scheduling.poison).
+    """`worker` died while it ran these requests (coordinator.state.poison).
 
     Parallel int32 arrays: request indices, strikes of each so far, and its generated tokens at this strike (marks).
     """

@@ -1,6 +1,6 @@
 """The state that the journal's records lead to. Pure. `replay` makes it, `note` updates it for each appended record.
 
-    records ──replay──► JournalState and token log   at start; coordinator.scheduling.recovery continues from it
+    records ──replay──► JournalState and token log   at start; coordinator.turn.recovery continues from it
     append  ──note────► JournalState                 while running; ledgers and token log are the live ones, changed by
                                                      their owners
     JournalState ─────► coordinator.journal.summary  now and then, written again in fewer records
@@ -67,7 +67,7 @@ class RequestRecord:
 
     `on_worker`: the placement has not ended. Otherwise `kept_tokens` rows of it are kept, and `first_token` behind
     them, drawn and not said yet. `strikes` are deaths of its workers in a row, at `mark` generated tokens; the last was
-    that of `killed`. A request that is live has the other half, too (coordinator.scheduling.request_state), whose owner
+    that of `killed`. A request that is live has the other half, too (coordinator.state.request_state), whose owner
     writes orders, strikes, kept rows and first token before their records are appended.
     """
 

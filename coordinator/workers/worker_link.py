@@ -38,8 +38,8 @@ from coordinator.listener.dropped import Dropped
 from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
-from coordinator.scheduling.api import SchedulerApi
-from coordinator.scheduling.events import WorkerPort
+from coordinator.scheduler.api import SchedulerApi
+from coordinator.state.events import WorkerPort
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.command_sender import CommandSender
 from coordinator.workers.epoch_link import WorkerLink

@@ -12,9 +12,9 @@ import trio.testing
 
 from coordinator.actor import Actor
 from coordinator.journal.journal import GroupCommit
-from coordinator.scheduling.dispatch import Effects
-from coordinator.scheduling.scheduler import Scheduler
-from tests.coordinator.scheduling.test_recovery import Life
+from coordinator.scheduler.scheduler import Scheduler
+from coordinator.turn.dispatch import Effects
+from tests.coordinator.turn.test_recovery import Life
 from tests.support.ownership import Ownership
 
 Write = Callable[[Life], None]

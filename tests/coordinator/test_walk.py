@@ -17,5 +17,5 @@ async def test_a_request_passes_two_mailboxes_and_known_files(tmp_path: Path, mo
     walks = await walk(tmp_path)
     assert {"scheduler": 1, "request": 1} in [walked.mailboxes for walked in walks]
     product = product_of(walks)
-    assert {"hisparse/client/client.py", "coordinator/scheduling/policy.py", "protocol/sizing.py"} <= {*product}
+    assert {"hisparse/client/client.py", "coordinator/policy/policy.py", "protocol/sizing.py"} <= {*product}
     assert len(product) <= FILES_MAX, product

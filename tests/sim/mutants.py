@@ -21,12 +21,14 @@ from coordinator.memory.changes import Evict, Release
 from coordinator.memory.host_pool import HostPool
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import PrefixIndex
-from coordinator.scheduling import dispatch, events, placement_table, scheduler
-from coordinator.scheduling.lifecycle import EventKind, Resolve
-from coordinator.scheduling.request import Request
-from coordinator.scheduling.request_state import _HANDLERS, RequestState
-from coordinator.scheduling.turns import OwnerTurns
+from coordinator.scheduler import scheduler
+from coordinator.state import events, placement_table
+from coordinator.state.lifecycle import EventKind, Resolve
+from coordinator.state.owner_turns import OwnerTurns
+from coordinator.state.request import Request
+from coordinator.state.request_state import _HANDLERS, RequestState
 from coordinator.tokens.token_log import TokenLog
+from coordinator.turn import dispatch
 from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
 from coordinator.workers.worker_link import WorkerLinks
 from protocol import messages, units

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from coordinator.journal.records import RequestAccepted, RequestFacts, RequestOrdered, digest_of
-from coordinator.scheduling.events import Admitted, ResumeOrder, RetractOrder, RowsGivenUp
-from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_state import Action, RequestState, Rows
+from coordinator.state.events import Admitted, ResumeOrder, RetractOrder, RowsGivenUp
+from coordinator.state.placement_table import PlacementTable
+from coordinator.state.request_state import Action, RequestState, Rows
 from protocol import messages
 
 

@@ -37,10 +37,9 @@ FILES: Final = (
         for name in (
             "gateway/gateway",
             "gateway/connections",
-            *(
-                f"scheduling/{it}"
-                for it in ("api", "commands", "request_state", "submission", "validation", "worker_registry")
-            ),
+            *(f"scheduler/{it}" for it in ("api", "submission", "validation", "worker_registry")),
+            "state/request_state",
+            "turn/commands",
         )
     ),
 )

@@ -1,0 +1,647 @@
+"""The Scheduler actor: the shell round coordinator.turn.dispatch. What others call is in api.py beside it.
+
+One turn: have Requests hear their workers, which it steps (coordinator.actor); hear what their steps returned, then a
+batch of messages; have the HostPools apply what follows from both; plan; have the plan applied and committed; tell the
+Requests. No memory is given before that is committed (I4); what gives memory back need not be waited for, since commits
+keep their order. The accounts do not change while a plan is made, because only this actor asks for changes. Commands
+and submissions are answered when they are in the journal (SchedulerApi).
+
+Operators' commands pass through here and not straight to a Request, so that "admit" and "abort" of one request can
+never cross. A command on several requests is checked for all of them before anything is told."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+import trio
+
+from coordinator.actor import Reply
+from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
+from coordinator.journal.records import PoolOpened, Record, RequestDeparted, WorkerDrained, WorkerUndrained
+from coordinator.memory.changes import GIVING, Evict
+from coordinator.memory.host_pool import HostPool
+from coordinator.memory.kv_events import KvEvent, KvEvents
+from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
+from coordinator.memory.prefix_index import KEY_BYTES
+from coordinator.policy import decisions
+from coordinator.policy.hot_sizing import HotSizing
+from coordinator.policy.policy import GRANT_STEP_PAGES
+from coordinator.policy.prefix_reuse import PrefixReuse
+from coordinator.scheduler.api import Message, SchedulerApi
+from coordinator.scheduler.submission import Submissions
+from coordinator.scheduler.validation import check_deadline
+from coordinator.scheduler.worker_registry import WorkerRegistry
+from coordinator.state import events
+from coordinator.state.events import AddressedOrder, LedgerStep, Listener, RequestCommand, WorkerPort, WorkerSend
+from coordinator.state.request import BeginTrace
+from coordinator.state.request_state import RequestState, describe_size
+from coordinator.state.worker_entry import WorkerDrain
+from coordinator.tokens.token_log import TokenLog
+from coordinator.turn.auditor import Auditor
+from coordinator.turn.commands import carry_out, drain_promise, is_set_aside, release_quarantine, stop_promise
+from coordinator.turn.dispatch import Dispatch, Effects, in_transactions
+from coordinator.turn.reconciliation import adopt
+from coordinator.turn.recovery import Place, endings_of, restore
+from coordinator.turn.request_table import RequestTable
+from metrics.state import CoordinatorCounters
+from protocol import messages
+from protocol.arrays import Int32Array
+from protocol.errors import HiSparseError, WrongState
+from protocol.inventory import unpack_rows
+from protocol.logs import fields, logger
+from protocol.settings import AUTO_FLOOR, CoordinatorSettings
+from protocol.sizing import page_limit
+from protocol.units import PAGE_TOKENS
+
+#: Messages handled in one turn.
+BATCH_MAX: Final = 1_024
+#: Messages about one request that may wait: the digests of its prompt, the ends of its transfers, which take turns; and
+#: a request index is reported starving once until the next grant.
+MESSAGES_PER_REQUEST: Final = 4
+#: Commands, workers and ticks on top.
+MESSAGES_BESIDES: Final = 4_096
+#: How often deadlines are looked at, hot buffers grown, and ended requests forgotten.
+TICK_S: Final = 0.25
+#: Longest deadline of a drain or a stop.
+DEADLINE_MAX_S: Final = 86_400.0
+#: At a stop's deadline, workers have this long to release what was failed; then their word is not waited for.
+RELEASE_LIMIT_S: Final = 5.0
+#: Tokens that a grant may come to beyond `grant_ahead_tokens`: the step of a grant, the overshoot of a step, and what
+#: rounding to pages adds.
+GRANT_TOKENS_BESIDES: Final = (GRANT_STEP_PAGES + 2) * PAGE_TOKENS
+#: Granted tokens of a request that has all it can ever use: it is never short.
+GRANTED_ALL: Final = 2**31 - 1
+
+log = logger("coordinator.scheduler.scheduler")
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Consequences of one batch of messages: ledger changes, then tells and replies."""
+
+    steps: list[LedgerStep] = field(default_factory=list)
+    tells: list[AddressedOrder] = field(default_factory=list)
+    sends: list[WorkerSend] = field(default_factory=list)
+    joined: list[Reply[None]] = field(default_factory=list)
+    released: list[tuple[Reply[tuple[str, ...]], tuple[str, ...], str]] = field(default_factory=list)
+
+    def take(self, effects: Effects) -> None:
+        self.steps += effects.steps
+        self.tells += effects.tells
+        self.sends += effects.sends
+
+
+@dataclass(slots=True)
+class _Stop:
+    deadline: float
+    failed_at: float | None = None
+
+
+class Scheduler(SchedulerApi):
+    """Run it with `supervisor.start(scheduler)`. It makes Request and HostPool actors, and steps them.
+
+    `clock` gives seconds on the scheduler's time line, `wall_offset_s` what to add for seconds since the epoch.
+    `stopped` is set when a requested stop is complete: every request is terminal.
+    """
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        *,
+        token_log: TokenLog,
+        listener: Listener,
+        counters: CoordinatorCounters | None = None,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = trio.current_time,
+        wall_offset_s: float = 0.0,
+        publish: Callable[[Sequence[KvEvent]], None] | None = None,
+        begin_trace: BeginTrace | None = None,
+    ) -> None:
+        """`publish` is called at the end of each turn that changed which prefixes are cached, `begin_trace` for each
+        request that is submitted or recovered."""
+        mailbox_max = settings.live_requests_max * MESSAGES_PER_REQUEST + MESSAGES_BESIDES
+        super().__init__("scheduler", mailbox_max=mailbox_max, batch_max=BATCH_MAX)
+        self.stopped = trio.Event()
+        self._token_log = token_log
+        self._listener = listener
+        self._counters = counters or CoordinatorCounters()
+        self._journal = journal or NoJournal()
+        self._clock = clock
+        self._wall_offset_s = wall_offset_s
+        self._pools: dict[str, HostPool[Record, Commit]] = {}
+        self._ledgers: Mapping[str, Ledger] = self._journal.state.ledgers
+        self._digesting = trio.Lock()
+        self._publish = publish
+        self._kv_events = KvEvents(self._some_tokens) if publish is not None else None
+        key = secrets.token_bytes(KEY_BYTES)
+        self._prefix_reuse = PrefixReuse(settings.prefix_reuse, key, self._kv_events, clock)
+        self._lead_tokens = settings.grant_ahead_tokens + GRANT_TOKENS_BESIDES
+        self._dispatch = Dispatch(
+            self._ledgers, settings.grant_ahead_tokens, self._prefix_reuse, self._makes_output_room, token_log.hold
+        )
+        self._placement_table = self._dispatch.placement_table
+        self._registry = WorkerRegistry(self._placement_table, self._ledgers, self._open_pool)
+        self._requests = RequestTable(token_log, settings, wall_offset_s, self._dispatch)
+        self._hot_sizing: HotSizing | None = None
+        if settings.hot_floor == AUTO_FLOOR:
+            self._hot_sizing = HotSizing(self._placement_table, self._requests.swaps_of)
+        self._auditor = Auditor(
+            self._placement_table,
+            self._ledgers,
+            self._requests,
+            token_log,
+            self._counters,
+            settings.audit_interval_s,
+            self._prefix_reuse,
+        )
+        self._submissions = Submissions(
+            self._requests,
+            self._dispatch,
+            self._registry,
+            token_log,
+            listener,
+            self,
+            self._journal,
+            counters=self._counters,
+            clock=clock,
+            wall_offset_s=wall_offset_s,
+            first_tokens=self._lead_tokens,
+            begin_trace=begin_trace,
+        )
+        self._stop: _Stop | None = None
+        self._awaited = DONE  # the commit that the turn waits for
+
+    def history(self) -> tuple[str, ...]:
+        return () if self._awaited.done else ("a turn waits for the journal",)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop is not None
+
+    # ---------------------------------------------------------------- from the journal
+
+    def recover(self, ports: Mapping[EpochKey, WorkerPort]) -> None:
+        """Take over the journal state; `ports` are those of the epochs that are awaited. Before `run`."""
+        journal_state = self._journal.state
+        for node, opened in journal_state.pools.items():
+            self._registry.recover(opened, journal_state.joined(node))
+            self._start_pool(node)
+        place = Place(
+            self._dispatch, self._requests, self._token_log, self._submissions.start, self._clock(), self._wall_offset_s
+        )
+        first = restore(journal_state, place, ports)
+        self._submissions.ids_made = journal_state.arrivals
+        if self._registry.model is not None:
+            self._prefix_reuse.serve(self._registry.model)
+        freed = self._prefix_reuse.begin_empty(self._ledgers)
+        for live in self._requests.live.values():
+            if live.is_placed and live.worker in self._placement_table.workers:
+                self._begin_admission(live, self._token_log.durable(live.request_index))
+        self.tell(events.Recovered((*freed, *first.steps), first.tells, first.sends))
+        for ending in endings_of(journal_state):
+            self._listener.recovered(ending)
+
+    def _worker_back(self, hello: messages.WorkerHello) -> Effects:
+        worker = self._placement_table.workers.get(hello.worker)
+        if (
+            worker is None
+            or worker.epoch != hello.epoch
+            or worker.capacity != hello.capacity
+            or worker.member != hello.member
+        ):
+            raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
+        self._registry.check_member(hello)
+        effects = adopt(self._dispatch, worker, unpack_rows(hello.inventory), self._ledgers[worker.node])
+        worker.receiver, worker.pid = hello.receiver, hello.pid
+        return effects
+
+    # ---------------------------------------------------------------- one turn
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tick)
+            nursery.start_soon(self._digest_recovered)
+            await super().run()
+            nursery.cancel_scope.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            await trio.sleep(TICK_S)
+            self.tell(events.Tick())
+
+    async def handle(self, batch: list[Message]) -> None:
+        self._journal.hold()
+        try:
+            await self._turn(batch)
+        finally:
+            self._journal.let_go()
+
+    async def _turn(self, batch: list[Message]) -> None:
+        now, turn, tick = self._clock(), _Turn(), False
+        returned, self.returned = self.returned, []
+        for word in returned:
+            self._hear_request(word, now, turn)
+        for message in batch:
+            self._hear(message, now, turn)
+            tick = tick or isinstance(message, events.Tick)
+        await self._transact(turn.steps)
+        self._announce_turn(turn)
+        for reply in turn.joined:
+            reply.set(None)
+        for told, lines, what in turn.released:
+            self._journal.append(()).answer(told, lines, what)
+        if tick:
+            self._auditor.tick(now)
+            self._submissions.forget(self._requests.forget_old(now))
+            self._journal.summarize_if_long()
+            if self._hot_sizing is not None:
+                self._hot_sizing.look(now)
+        await self._decide(now, tick)
+        if self._stop is not None:
+            await self._wind_up(self._stop, now)
+        if self._publish is not None and self._kv_events is not None and (news := self._kv_events.take()):
+            self._publish(news)
+
+    def _progress(self, message: events.Starving | events.PromptRows) -> Effects:
+        effects = Effects()
+        for entry in filter(None, map(self._placement_table.entries.get, message.request_indices.tolist())):
+            if isinstance(message, events.Starving):
+                self._dispatch.starve(entry)
+            else:
+                durable_tokens = self._token_log.durable(entry.request_index)
+                effects = effects.plus(self._dispatch.prompt_rows(entry, durable_tokens))
+        return effects
+
+    def _transfer_closed(self, it: events.TransferClosed) -> Effects:
+        return self._dispatch.transfer_closed(it.worker, it.epoch, it.placement, it.durable_tokens)
+
+    def _announce_turn(self, turn: _Turn) -> None:
+        for tell in turn.tells:
+            self._tell(tell)
+        for send in turn.sends:
+            if worker := self._placement_table.workers.get(send.worker):
+                worker.port.send(send.command)
+        self.step_ready()
+
+    def _hear_request(self, word: events.Word, now: float, turn: _Turn) -> None:
+        match word:
+            case events.PlacementProgressed():
+                turn.take(self._dispatch.progressed(word))
+            case events.PlacementEnded():
+                self._requests.end_placement(word.placement)
+                turn.take(self._departed(word))
+                self._requests.keep_warm_start(self._requests.by_index[word.request_index].state, word.warm_start)
+            case events.Ending(request_index):
+                self._dispatch.closed(request_index)
+                self._requests.end(self._requests.by_index[request_index].state)
+                self._token_log.cut(request_index)
+
+    def _hear(self, message: Message, now: float, turn: _Turn) -> None:
+        match message:
+            case events.TransferClosed():
+                turn.take(self._transfer_closed(message))
+            case events.Starving() | events.PromptRows():
+                turn.take(self._progress(message))
+            case events.Digested(facts, chain):
+                self._dispatch.digested(facts, chain)
+            case events.WorkerDown() | events.WorkerExited():
+                self._worker_gone(message, turn, now)
+            case events.InventoryTaken():
+                turn.take(self._auditor.hear(message, now))
+            case events.Recovered(steps, tells, sends):
+                turn.take(Effects(steps, tells, sends))
+            case events.Tick():
+                return  # what follows is at the end of the turn
+            case _:
+                try:
+                    self._answer(message, now, turn)
+                except HiSparseError as error:
+                    message.reply.fail(error)
+
+    def _departed(self, event: events.PlacementEnded) -> Effects:
+        request_index = event.request_index
+        tokens = partial(self._tokens_of, request_index)
+        return self._dispatch.departed(event, self._token_log.length(request_index), tokens)
+
+    def _tokens_of(self, request_index: int) -> bytes:
+        """Its prompt and its output, int32."""
+        return self._requests.by_index[request_index].state.prompt + self._token_log.tokens(request_index, 0)
+
+    def _some_tokens(self, request_index: int, first: int, last: int) -> bytes:
+        """Tokens `first` to `last` of its prompt and its output, int32. A prompt may be megabytes: no more is
+        copied."""
+        prompt = self._requests.by_index[request_index].state.prompt
+        whole = prompt if 4 * last <= len(prompt) else self._tokens_of(request_index)
+        return whole[4 * first : 4 * last]
+
+    def _drop_prefixes(self, ask: events.DropPrefixesAsk, turn: _Turn) -> tuple[str, ...]:
+        """The changes go to the end of the turn's: what is dropped may have been cached in this turn."""
+        reuse = self._prefix_reuse
+        parts = [reuse.drop(ask.digests), *(reuse.drop_owner(it) for it in ask.owners)]
+        if not ask.digests and not ask.owners:
+            parts = [reuse.clear()]
+        lines = []
+        for node in reuse.by_node:
+            pages = np.concatenate([NO_PAGES, *(part[node] for part in parts if node in part)])
+            if pages.size:
+                turn.steps.append(LedgerStep(node, Evict(pages.tobytes())))
+            lines.append(f"{node}: {pages.size} pages dropped")
+        log.info("prefixes dropped", extra=fields(lines=lines, by=ask.owner))
+        return tuple(lines)
+
+    def _answer(self, ask: events.Ask, now: float, turn: _Turn) -> None:
+        """Carry an ask out and reply; what it raises fails the reply, and then nothing was done."""
+        match ask:
+            case events.SubmitAsk():
+                handle, commit = self._submissions.submit(ask, now, stopping=self.stopping)
+                commit.answer(ask.reply, handle, "the request was queued")
+            case events.CommandAsk():
+                effects, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities())
+                if ask.command is RequestCommand.RETRACT:
+                    self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
+                for each in effects:
+                    turn.take(each)
+                self._submissions.write_orders(ask).answer(ask.reply, lines, f"{ask.command.value} was begun")
+            case events.ForgetAsk(request_ids):
+                commit = self._submissions.forget(self._requests.forget(request_ids, ask.user))
+                lines = tuple(f"{it}: forgotten" for it in request_ids)
+                commit.answer(ask.reply, lines, "the outputs were forgotten")
+            case events.DrainAsk():
+                lines, commit = self._drain(ask, now)
+                commit.answer(ask.reply, lines, "the undrain was begun" if ask.undrain else "the drain was begun")
+            case events.ReleaseAsk() | events.DropPrefixesAsk():
+                turn.released.append((ask.reply, *self._release(ask, turn)))
+            case events.StopAsk() | events.ForgetWorkersAsk():
+                lines = (
+                    self._begin_stop(ask, now)
+                    if isinstance(ask, events.StopAsk)
+                    else self._registry.forget(ask.workers)
+                )
+                ask.reply.set(lines)
+            case events.StandbysAsk(workers, ready):
+                self._registry.note_standbys(workers, ready)
+                ask.reply.set(())
+            case events.WorkerUp():
+                is_changing = any(step.node == ask.hello.node for step in turn.steps)
+                worker = self._registry.join(ask.hello, ask.port, is_changing=is_changing)
+                self._prefix_reuse.serve(worker.model)
+                turn.take(self._dispatch.worker_up(worker, ask.process))
+                turn.joined.append(ask.reply)
+            case events.WorkerBack():
+                turn.take(self._worker_back(ask.hello))
+                turn.joined.append(ask.reply)
+            case events.AuditAsk():
+                self._auditor.begin(ask, now)
+
+    def _release(self, ask: events.ReleaseAsk | events.DropPrefixesAsk, turn: _Turn) -> tuple[tuple[str, ...], str]:
+        """Release what `ask` names. Return one line for each, and what was done in one phrase."""
+        if isinstance(ask, events.DropPrefixesAsk):
+            return self._drop_prefixes(ask, turn), "the prefixes were dropped"
+        if ask.died:
+            self._refresh(self._placement_table.entries.values())
+        effects, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch, died=ask.died)
+        for each in effects:
+            turn.take(each)
+        log.warning("quarantine released", extra=fields(workers=ask.workers, by=ask.owner, died=ask.died))
+        return lines, "the quarantine was released"
+
+    # ---------------------------------------------------------------- requests
+
+    def _tell(self, tell: AddressedOrder) -> None:
+        """A request that ended in this very turn is told nothing any more."""
+        if request := self._requests.by_index.get(tell.request_index):
+            request.tell(tell.event)
+
+    # ---------------------------------------------------------------- workers
+
+    def _open_pool(self, hello: messages.WorkerHello) -> None:
+        """A pool with nothing in it. Requests that kept rows in the one before are prefilled again."""
+        if hello.node in self._pools:
+            self._pools[hello.node].close()
+        for entry in [entry for entry in self._placement_table.kept.values() if entry.node == hello.node]:
+            self._placement_table.demote(entry)
+            self._journal.append([RequestDeparted(entry.request_index, 0)])
+            self._tell(
+                AddressedOrder(entry.request_index, events.RowsGivenUp(f"the host pool of {hello.node} is gone"))
+            )
+        for inbound in [inbound for inbound in self._placement_table.transfers.values() if inbound.node == hello.node]:
+            for tell in self._dispatch.close_transfer(inbound, f"the pool of {hello.node} is gone", is_lost=True).tells:
+                self._tell(tell)  # and its pages are gone with their ledger
+        self._journal.open_pool(PoolOpened(hello.node, hello.capacity, hello.model))
+        self._start_pool(hello.node)
+
+    def _start_pool(self, node: str) -> None:
+        self._pools[node] = HostPool(
+            node,
+            self._ledgers[node],
+            self._prefix_reuse.open(node),
+            self._journal.append_changes,
+            stepped_by=self,
+            lifetimes=self._counters.host_page_s,
+            clock=self._clock,
+            evicted=partial(self._count_evicted, node),
+        )
+
+    def _count_evicted(self, node: str, pages: int, lent: int) -> None:
+        self._prefix_reuse.stats[node].evicted_pages += pages
+        self._counters.prefix_pages_evicted += pages
+        self._counters.prefix_pages_evicted_lent += lent
+
+    def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn, now: float) -> None:
+        if isinstance(message, events.WorkerExited):
+            self._registry.note_exit(message.worker, message.epoch)
+            self._refresh(self._dispatch.beside_lost((message.worker, message.epoch)))
+            turn.take(self._dispatch.worker_exited(message.worker, message.epoch, died=message.died))
+            return
+        worker = self._placement_table.workers.get(message.worker)
+        if worker is not None and worker.epoch == message.epoch:
+            self._registry.leave(worker, now, exit_proved=message.proved_exit)
+            for it in self._placement_table.beside(worker):
+                self._refresh(self._placement_table.on(it.name))
+            turn.take(
+                self._dispatch.worker_down(
+                    worker, proved_exit=message.proved_exit, died=message.died, is_leaving=message.is_leaving
+                )
+            )
+
+    def _refresh(self, entries: Iterable[RequestState]) -> None:
+        """Read their progress from the token log."""
+        for entry in entries:
+            entry.generated = self._token_log.length(entry.request_index)
+
+    def _drain(self, ask: events.DrainAsk, now: float) -> tuple[tuple[str, ...], Commit]:
+        workers = self._registry.find(ask.workers)
+        check_deadline(ask.deadline_s, DEADLINE_MAX_S)
+        drain = None if ask.undrain else WorkerDrain(now + ask.deadline_s, ask.handover)
+        for worker in workers:
+            self._dispatch.drain(worker, drain)
+        until_s = now + ask.deadline_s + self._wall_offset_s
+        commit = self._journal.append(
+            [
+                WorkerUndrained(it.name) if ask.undrain else WorkerDrained(it.name, it.epoch, until_s, ask.handover)
+                for it in workers
+            ]
+        )
+        log.info("undrain" if ask.undrain else "drain", extra=fields(workers=[it.name for it in workers], by=ask.owner))
+        return tuple(f"{worker.name}: {drain_promise(ask, worker.requests)}" for worker in workers), commit
+
+    # ---------------------------------------------------------------- decisions
+
+    async def _decide(self, now: float, tick: bool) -> None:
+        self._refresh(self._placement_table.in_view())
+        plan = self._dispatch.plan(now, tick=tick)
+        pairs = [(self._dispatch.transfer_step(decision), self._dispatch.step(decision)) for decision in plan]
+        given = iter(await self._transact([step for pair in pairs for step in pair if step is not None]))
+        for decision, pair in zip(plan, pairs, strict=True):
+            taken, pages = (NO_PAGES if step is None else next(given) for step in pair)
+            if isinstance(decision, decisions.AdmitDecision) and decision.transfer is not None:
+                self._receive(decision.entry, decision.transfer, taken)
+            self._announce(decision, pages)
+        if tick:
+            for entry, reason in self._requests.pending.due(now):
+                self._tell(AddressedOrder(entry.request_index, events.StillWaits(reason.text)))
+        self.step_ready()
+
+    def _makes_output_room(self, entry: RequestState) -> bool:
+        """Make room in the token log for the next grant; return whether there is enough."""
+        return self._token_log.make_room(entry.request_index, entry.generated + self._lead_tokens)
+
+    async def _transact(self, steps: Sequence[LedgerStep]) -> list[Int32Array]:
+        """Have each node's HostPool apply its changes, in order; returns what each gave out, in order. When something
+        was given out, it is committed, and all before it."""
+        given, commit = [NO_PAGES] * len(steps), DONE
+        for node, places in in_transactions(steps):
+            asked = [steps[place] for place in places]
+            notes = [step.note for step in asked if step.note is not None]
+            applied = self._pools[node].transact([step.change for step in asked], notes)
+            for place, result in zip(places, applied.given, strict=True):
+                given[place] = result
+            commit = applied.commit
+        if any(isinstance(step.change, GIVING) for step in steps):
+            await self._wait_for(commit)
+        return given
+
+    async def _wait_for(self, commit: Commit) -> None:
+        """Return once `commit` is done. Requests hear their workers meanwhile, however long the disk takes."""
+        self._journal.let_go()
+        self._awaited = commit
+        commit.then(self._parking.wake)
+        while not commit.done:
+            await self._parking.wait()
+            self.step_ready()
+        self._awaited = DONE
+        self._journal.hold()
+
+    def _announce(self, decision: decisions.Decision, pages: Int32Array) -> None:
+        """Its change is committed: let the token log and the Request know."""
+        match decision:
+            case decisions.AdmitDecision():
+                self._tell(self._admit(decision, pages))
+                return
+            case decisions.GrowDecision(entry):
+                self._token_log.grant(entry.request_index, self._granted_tokens(entry))
+            case decisions.RetractDecision(_, keep, cause):
+                self._counters.retractions[_mode(keep), cause.value] += 1
+        self._tell(self._dispatch.told(decision, pages))
+
+    def _receive(self, entry: RequestState, transfer: decisions.Transfer, pages: Int32Array) -> None:
+        facts = entry.facts
+        about = facts.request_index, facts.request_id, facts.prompt_tokens
+        shared = transfer.share.size * PAGE_TOKENS
+        transfer.worker.port.send(messages.Receive(transfer.transfer_id, *about, pages.tobytes(), shared))
+
+    def _admit(self, decision: decisions.AdmitDecision, pages: Int32Array) -> AddressedOrder:
+        entry, worker, hot_size = decision.entry, decision.worker, decision.hot_size
+        prefix_tokens = decision.prefix_tokens
+        self._requests.by_placement[decision.placement] = entry
+        self._begin_admission(entry, decision.durable_tokens)
+        if not decision.durable_tokens:
+            self._prefix_reuse.use(entry, worker.node, decision.share.size)
+            self._counters.prefix_tokens += prefix_tokens
+            self._counters.prefix_asked_tokens += entry.facts.prompt_tokens if self._prefix_reuse.is_on else 0
+        transfer = decision.transfer
+        if transfer is not None and entry.chain is not None and transfer.share.size:
+            self._prefix_reuse.by_node[transfer.worker.node].touch(entry.chain.digests[transfer.share.size - 1])
+        command = messages.Admit(
+            placement=decision.placement,
+            request_index=entry.request_index,
+            request_id=entry.facts.request_id,
+            prompt=entry.prompt,
+            generated=self._token_log.tokens(entry.request_index, 0),
+            durable_tokens=decision.resumed_tokens,
+            sampling=entry.sampling,
+            host_pages=pages.tobytes(),
+            index_pages=decision.memory.index_pages,
+            hot_slots=hot_size.hot_slots,
+            hot_chunks=hot_size.hot_chunks,
+            first_token=decision.first_token,
+            prefix_tokens=prefix_tokens,
+            unsent_tokens=transfer.share.size * PAGE_TOKENS if transfer else 0,
+            transfer_id=transfer.transfer_id if transfer else 0,
+            destination=transfer.worker.receiver if transfer else b"",
+            warm_start=entry.warm_start if decision.resumed_tokens else b"",
+            rank=entry.rank,
+            draft_tokens=entry.facts.draft_tokens,
+            owner=entry.facts.owner_name,
+            by_steps=entry.by_steps,
+        )
+        self._requests.keep_warm_start(entry, b"")
+        reason = f"on {worker.name}, {pages.size} host pages, {describe_size(hot_size.hot_slots)}"
+        reason += f"; {prefix_tokens} tokens of the prompt reused" if prefix_tokens else ""
+        reason += ", the rest by decode steps" if entry.by_steps else ""
+        reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
+        return AddressedOrder(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))
+
+    def _begin_admission(self, entry: RequestState, durable_tokens: int) -> None:
+        self._token_log.begin_placement(
+            entry.request_index, entry.placement, entry.facts.prompt_tokens, self._granted_tokens(entry), durable_tokens
+        )
+
+    def _granted_tokens(self, entry: RequestState) -> int:
+        capacity = self._placement_table.workers[entry.worker].capacity
+        return GRANTED_ALL if entry.pages >= page_limit(entry.length, capacity) else entry.pages * PAGE_TOKENS
+
+    # ---------------------------------------------------------------- the end
+
+    def _begin_stop(self, ask: events.StopAsk, now: float) -> tuple[str, ...]:
+        check_deadline(ask.deadline_s, DEADLINE_MAX_S)
+        deadline = now + ask.deadline_s
+        if self._stop is None:
+            self._stop = _Stop(deadline)
+        self._stop.deadline = min(self._stop.deadline, deadline)
+        log.info("stop", extra=fields(by=ask.owner, deadline_s=ask.deadline_s, live=len(self._requests.live)))
+        lives = self._requests.live.values()
+        return (stop_promise(lives, self._stop.deadline - now, is_kept=self._journal.is_kept),)
+
+    async def _wind_up(self, stop: _Stop, now: float) -> None:
+        """Held requests are not waited for. Past the deadline what is in the journal is left to the next
+        incarnation; without a journal all fail, and past RELEASE_LIMIT_S workers are not heard."""
+        lives, turn = list(self._requests.live.values()), _Turn()
+        if not lives or (self._journal.is_kept and self._is_over(stop, lives, now)):
+            if lives and not self.stopped.is_set():
+                log.info("unfinished requests resume at the next start", extra=fields(requests=len(lives)))
+            self.stopped.set()
+        elif stop.failed_at is None:
+            if self._is_over(stop, lives, now):
+                stop.failed_at = now
+                for live in lives:
+                    turn.take(self._dispatch.end(live, "FAILED", "the coordinator stopped", "stopped"))
+        elif now >= stop.failed_at + RELEASE_LIMIT_S:
+            for worker in [worker for worker in self._placement_table.workers.values() if worker.requests]:
+                turn.take(self._dispatch.worker_down(worker, proved_exit=False))
+        await self._transact(turn.steps)
+        self._announce_turn(turn)
+
+    @staticmethod
+    def _is_over(stop: _Stop, lives: Sequence[RequestState], now: float) -> bool:
+        """Return whether nothing is left to wait for."""
+        return now >= stop.deadline or all(map(is_set_aside, lives))
+
+
+def _mode(keep: bool) -> str:
+    return "keep" if keep else "drop"
