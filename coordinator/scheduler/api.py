@@ -1,4 +1,4 @@
-"""The Scheduler's front: what the gateway and the worker links call. No decisions here.
+"""The Scheduler's front: calls of the gateway and the worker links, and what each does in a turn.
 
 Asks wait for the Scheduler's turn, and for what they did to be in the journal; while that cannot be, they are refused
 beforehand. Queries read the pure states of actors between turns, which is safe in one thread
@@ -8,34 +8,53 @@ and saves a turn; they change nothing (I7). Worker events go straight to the Req
 from __future__ import annotations
 
 import heapq
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import trio
 
 from basics.rooms import RoomUse
-from coordinator.actor import Actor
+from coordinator.actor import Actor, Reply
 from coordinator.journal.journal import Journal, check_writes
-from coordinator.journal.records import NOT_ATTESTED
-from coordinator.memory.ledger import Ledger
+from coordinator.journal.records import NOT_ATTESTED, WorkerDrained, WorkerUndrained
+from coordinator.memory.changes import Evict
+from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Match, Scope
 from coordinator.policy.pending import unserved
 from coordinator.policy.prefix_reuse import ROOTS_MAX, PrefixReuse, PrefixStats
+from coordinator.scheduler.submission import Submissions
+from coordinator.scheduler.validation import check_deadline
 from coordinator.scheduler.worker_registry import WorkerRegistry
 from coordinator.state import events
-from coordinator.state.events import Handle, RequestCommand, WorkerPort
+from coordinator.state.events import (
+    AddressedOrder,
+    CommandAsk,
+    Handle,
+    LedgerStep,
+    RequestCommand,
+    WorkerPort,
+    WorkerSend,
+)
 from coordinator.state.placement_table import PlacementTable
+from coordinator.state.request_state import RequestState
+from coordinator.state.worker_entry import WorkerDrain
 from coordinator.tokens.token_log import TokenLog
-from coordinator.turn.auditor import Auditor
+from coordinator.turn.auditor import Auditor, AuditRows
+from coordinator.turn.commands import carry_out, drain_promise, release_quarantine, stop_promise
+from coordinator.turn.dispatch import Dispatch, Effects
+from coordinator.turn.reconciliation import adopt
 from coordinator.turn.request_table import RequestTable
+from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
-from protocol.errors import BadInput, ProtocolError, Unavailable
-from protocol.messages import NAME_CHARS_MAX, NO_HOT_BUFFER
+from protocol.errors import BadInput, ProtocolError, Unavailable, WrongState
+from protocol.inventory import unpack_rows
+from protocol.logs import fields, logger
+from protocol.messages import NAME_CHARS_MAX
 from protocol.units import PAGE_TOKENS
 
 #: A worker may not leave less room than this in a Request's mailbox.
@@ -45,8 +64,47 @@ DIGESTED_AT_ONCE: Final = 384 * 4 * PAGE_TOKENS
 #: Cached prefixes compared before other tasks get a turn: about half a millisecond.
 LEAVES_AT_ONCE: Final = 1_024
 
+#: Longest deadline of a drain or a stop.
+DEADLINE_MAX_S: Final = 86_400.0
+
+T = TypeVar("T")
+
+log = logger("coordinator.scheduler.api")
+
+
+@dataclass(slots=True)
+class Turn:
+    """Consequences of one batch of messages at `now`: ledger changes, then orders and commands, then replies.
+
+    A reply has its value and, in one phrase, what was done, which is to be in the journal before it; "": it need not.
+    """
+
+    now: float
+    steps: list[LedgerStep] = field(default_factory=list)
+    tells: list[AddressedOrder] = field(default_factory=list)
+    sends: list[WorkerSend] = field(default_factory=list)
+    replies: list[tuple[Reply[Any], Any, str]] = field(default_factory=list)
+
+    def take(self, *many: Effects) -> None:
+        for effects in many:
+            self.steps += effects.steps
+            self.tells += effects.tells
+            self.sends += effects.sends
+
+
+class Ask(NamedTuple):
+    """A call for the Scheduler's next turn. `carry_out` returns the value of `reply` and what was done, as in Turn.
+
+    What it raises fails the reply, with nothing done.
+    """
+
+    carry_out: Callable[[Turn], tuple[Any, str]]
+    reply: Reply[Any]
+
+
 Message: TypeAlias = (
-    events.Ask
+    Ask
+    | Effects
     | events.WorkerDown
     | events.WorkerExited
     | events.InventoryTaken
@@ -54,9 +112,14 @@ Message: TypeAlias = (
     | events.PromptRows
     | events.Digested
     | events.TransferClosed
-    | events.Recovered
     | events.Tick
 )
+
+
+@dataclass(slots=True)
+class Stop:
+    deadline: float
+    failed_at: float | None = None
 
 
 class SchedulerApi(Actor[Message]):
@@ -66,17 +129,31 @@ class SchedulerApi(Actor[Message]):
     _placement_table: PlacementTable
     _registry: WorkerRegistry
     _auditor: Auditor
+    _submissions: Submissions
+    _dispatch: Dispatch
     _clock: Callable[[], float]
+    _wall_offset_s: float
     _journal: Journal
+    _counters: CoordinatorCounters
     _prefix_reuse: PrefixReuse
     _token_log: TokenLog
     _digesting: trio.Lock
     _ledgers: Mapping[str, Ledger]
+    _stop: Stop | None
+
+    async def _in_turn(self, carry_out: Callable[[Turn], tuple[T, str]]) -> T:
+        """Have the next turn carry a call out; return its value once what it did is in the journal."""
+        return await self.ask(lambda reply: Ask(carry_out, reply))
+
+    def _refresh(self, entries: Iterable[RequestState]) -> None:
+        """Read their progress from the token log."""
+        for entry in entries:
+            entry.generated = self._token_log.length(entry.request_index)
 
     @property
-    @abstractmethod
     def stopping(self) -> bool:
         """Return whether the coordinator takes no more requests because it is about to end."""
+        return self._stop is not None
 
     # ---------------------------------------------------------------- for the gateway
 
@@ -111,7 +188,12 @@ class SchedulerApi(Actor[Message]):
         tenant, matches = submit.tenant if prefix_tenant is None else prefix_tenant, dict[str, Match]()
         scope = self._prefix_reuse.scope(user, tenant, submit.cache_salt)
         chain = await self._chain_of(submit.prompt, scope, matches)
-        return await self.ask(lambda reply: events.SubmitAsk(submit, owner, reply, user, chain, matches))
+        ask = events.SubmitAsk(submit, owner, user, chain, matches)
+
+        def queue(turn: Turn) -> tuple[Handle, str]:
+            return self._submissions.submit(ask, turn.now, stopping=self.stopping), "the request was queued"
+
+        return await self._in_turn(queue)
 
     async def _chain_of(self, prompt: bytes, scope: Scope, matches: dict[str, Match]) -> Chain | None:
         """Digests of a prompt, a few at a time, so that a long prompt delays no other task, with what is cached of a
@@ -145,23 +227,40 @@ class SchedulerApi(Actor[Message]):
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
-        return await self._command(RequestCommand.ABORT, request_ids, owner, user=user)
+        return await self._command(CommandAsk(RequestCommand.ABORT, request_ids, owner, user=user))
 
     async def retract(self, request_ids: tuple[str, ...], owner: str, *, keep: bool, hold: bool) -> tuple[str, ...]:
         """Take all or none off their workers; `keep` their host pages, `hold` them until an operator resumes them."""
-        return await self._command(RequestCommand.RETRACT, request_ids, owner, keep=keep, hold=hold)
+        return await self._command(CommandAsk(RequestCommand.RETRACT, request_ids, owner, keep, hold))
 
     async def resume(self, request_ids: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Let held requests wait for memory again; all or none."""
-        return await self._command(RequestCommand.RESUME, request_ids, owner)
+        return await self._command(CommandAsk(RequestCommand.RESUME, request_ids, owner))
 
     async def resize(self, request_ids: tuple[str, ...], owner: str, *, hot_slots: int) -> tuple[str, ...]:
         """Force hot buffers to `hot_slots` (0 resident, -1 back to policy); all or none. CapacityError: not now."""
-        return await self._command(RequestCommand.RESIZE, request_ids, owner, hot_slots=hot_slots)
+        return await self._command(CommandAsk(RequestCommand.RESIZE, request_ids, owner, hot_slots=hot_slots))
+
+    async def _command(self, ask: CommandAsk) -> tuple[str, ...]:
+        check_writes(self._journal)
+        return await self._in_turn(lambda turn: self._carry_out(turn, ask))
+
+    def _carry_out(self, turn: Turn, ask: CommandAsk) -> tuple[tuple[str, ...], str]:
+        effects, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities())
+        if ask.command is RequestCommand.RETRACT:
+            self._counters.retractions["keep" if ask.keep else "drop", "operator"] += len(lines)
+        turn.take(*effects)
+        self._journal.append([self._requests.live[it].ordered for it in dict.fromkeys(ask.request_ids)])
+        return lines, f"{ask.command.value} was begun"
 
     async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Forget ended requests whose outputs were received; all or none. Raises WrongState for a live one."""
-        return await self.ask(lambda reply: events.ForgetAsk(request_ids, reply, user))
+
+        def forget(_: Turn) -> tuple[tuple[str, ...], str]:
+            self._submissions.forget(self._requests.forget(request_ids, user))
+            return tuple(f"{it}: forgotten" for it in request_ids), "the outputs were forgotten"
+
+        return await self._in_turn(forget)
 
     async def drain(
         self, workers: tuple[str, ...], owner: str, *, handover: bool, deadline_s: float
@@ -170,30 +269,69 @@ class SchedulerApi(Actor[Message]):
 
         Raises NotFound, WrongState for a worker that is gone, BadInput for a deadline out of bounds.
         """
-        return await self.ask(lambda reply: events.DrainAsk(workers, owner, reply, handover, deadline_s))
+        return await self._in_turn(lambda turn: self._drain(turn, workers, owner, deadline_s, handover=handover))
 
     async def undrain(self, workers: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Admit to workers again (none named: all)."""
-        return await self.ask(lambda reply: events.DrainAsk(workers, owner, reply, undrain=True))
+        return await self._in_turn(lambda turn: self._drain(turn, workers, owner, None))
 
-    async def audit(self, owner: str) -> tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]:
+    def _drain(
+        self, turn: Turn, names: tuple[str, ...], owner: str, deadline_s: float | None, *, handover: bool = False
+    ) -> tuple[tuple[str, ...], str]:
+        """Drain workers for `deadline_s`, or (None) end their drains."""
+        workers, drain, what = self._registry.find(names), None, "undrain"
+        if deadline_s is not None:
+            check_deadline(deadline_s, DEADLINE_MAX_S)
+            drain, what = WorkerDrain(turn.now + deadline_s, handover), "drain"
+        for worker in workers:
+            self._dispatch.drain(worker, drain)
+            about = worker.name, worker.epoch
+            record = WorkerDrained(*about, drain.deadline + self._wall_offset_s, handover) if drain else None
+            self._journal.append([record or WorkerUndrained(worker.name)])
+        log.info(what, extra=fields(workers=[it.name for it in workers], by=owner))
+        promises = [(it.name, drain_promise(it.requests, deadline_s, handover=handover)) for it in workers]
+        return tuple(f"{name}: {promise}" for name, promise in promises), f"the {what} was begun"
+
+    async def audit(self, owner: str) -> AuditRows:
         """Compare what all workers hold with the ledgers: who was audited, and what two audits in a row found."""
-        return await self.ask(lambda reply: events.AuditAsk(owner, reply))
+        reply: Reply[AuditRows] = Reply()
+
+        def begin(turn: Turn) -> tuple[None, str]:
+            self._auditor.begin(reply, turn.now)
+            return None, ""
+
+        await self._in_turn(begin)
+        return await reply.wait()
 
     async def release_quarantine(self, workers: tuple[str, ...], owner: str, *, died: bool = False) -> tuple[str, ...]:
-        """Take the operator's word that the lost epochs of these workers are gone, all or none. See
-        messages.ReleaseQuarantine. Raises NotFound for a worker without such an epoch."""
+        """Take the operator's word that the lost epochs of these workers are gone, all or none; `died`: a supervisor's,
+        which has seen the last ones end. See messages.ReleaseQuarantine. Raises NotFound for a worker without such an
+        epoch."""
         check_writes(self._journal)
-        return await self.ask(lambda reply: events.ReleaseAsk(workers, owner, died, reply))
+
+        def release(turn: Turn) -> tuple[tuple[str, ...], str]:
+            if died:
+                self._refresh(self._placement_table.entries.values())
+            effects, lines = release_quarantine(workers, self._ledgers, self._dispatch, died=died)
+            turn.take(*effects)
+            log.warning("quarantine released", extra=fields(workers=workers, by=owner, died=died))
+            return lines, "the quarantine was released"
+
+        return await self._in_turn(release)
 
     async def forget_workers(self, workers: tuple[str, ...]) -> tuple[str, ...]:
         """List these disconnected workers no longer, all or none. Raises NotFound, and WrongState for one that is
         connected or awaited, or whose lost process may still write host pages."""
-        return await self.ask(lambda reply: events.ForgetWorkersAsk(workers, reply))
+        return await self._in_turn(lambda _: (self._registry.forget(workers), ""))
 
     async def tell_standbys(self, workers: tuple[str, ...], ready: tuple[str, ...]) -> tuple[str, ...]:
         """Note which of these workers have a standby that is ready, for listings and metrics."""
-        return await self.ask(lambda reply: events.StandbysAsk(workers, ready, reply))
+
+        def note(_: Turn) -> tuple[tuple[str, ...], str]:
+            self._registry.note_standbys(workers, ready)
+            return (), ""
+
+        return await self._in_turn(note)
 
     async def largest_prefixes(self, limit: int) -> tuple[list[messages.PrefixRow], int]:
         """The largest cached prefixes of all nodes, and how many there are. Other tasks run meanwhile: what they evict
@@ -225,12 +363,35 @@ class SchedulerApi(Actor[Message]):
         """Forget cached prefixes, as messages.DropPrefixes says; one line for each node. Raises BadInput for what is no
         id of a prefix."""
         check_writes(self._journal)
-        digests = tuple(_digest_of(it) for it in prefix_ids)
-        return await self.ask(lambda reply: events.DropPrefixesAsk(digests, owners, owner, reply))
+        digests, reuse = tuple(_digest_of(it) for it in prefix_ids), self._prefix_reuse
+
+        def drop(turn: Turn) -> tuple[tuple[str, ...], str]:
+            """The changes go to the end of the turn's: what is dropped may have been cached in this turn."""
+            parts = [reuse.drop(digests), *(reuse.drop_owner(it) for it in owners)]
+            if not digests and not owners:
+                parts = [reuse.clear()]
+            lines = []
+            for node in reuse.by_node:
+                pages = np.concatenate([NO_PAGES, *(part[node] for part in parts if node in part)])
+                if pages.size:
+                    turn.steps.append(LedgerStep(node, Evict(pages.tobytes())))
+                lines.append(f"{node}: {pages.size} pages dropped")
+            log.info("prefixes dropped", extra=fields(lines=lines, by=owner))
+            return tuple(lines), "the prefixes were dropped"
+
+        return await self._in_turn(drop)
 
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         """Refuse new work from now on; set `stopped` when all has ended, after `deadline_s` by failing the rest."""
-        return await self.ask(lambda reply: events.StopAsk(deadline_s, owner, reply))
+
+        def begin(turn: Turn) -> tuple[tuple[str, ...], str]:
+            check_deadline(deadline_s, DEADLINE_MAX_S)
+            deadline, lives = turn.now + deadline_s, self._requests.live.values()
+            self._stop = Stop(deadline if self._stop is None else min(self._stop.deadline, deadline))
+            log.info("stop", extra=fields(by=owner, deadline_s=deadline_s, live=len(lives)))
+            return (stop_promise(lives, self._stop.deadline - turn.now, is_kept=self._journal.is_kept),), ""
+
+        return await self._in_turn(begin)
 
     def lookup(self, request_id: str, user: str | None = None) -> int:
         """The request index of a live or recently ended request. Raises NotFound."""
@@ -303,7 +464,15 @@ class SchedulerApi(Actor[Message]):
         pool differs from its group's, WrongState when the epoch was declared down before, Unavailable while another
         epoch of that name is up, BadInput or ProtocolError for a name or capacity that cannot be.
         """
-        await self.ask(lambda reply: events.WorkerUp(hello, port, process, reply))
+
+        def join(turn: Turn) -> tuple[None, str]:
+            is_changing = any(step.node == hello.node for step in turn.steps)
+            worker = self._registry.join(hello, port, is_changing=is_changing)
+            self._prefix_reuse.serve(worker.model)
+            turn.take(self._dispatch.worker_up(worker, process))
+            return None, ""
+
+        await self._in_turn(join)
 
     async def worker_back(self, hello: messages.WorkerHello) -> None:
         """An epoch that was recovered from the journal is there, with its inventory.
@@ -311,7 +480,17 @@ class SchedulerApi(Actor[Message]):
         Commands may reach its port before this returns. Raises WrongState when the inventory cannot be, or the epoch
         is over.
         """
-        await self.ask(lambda reply: events.WorkerBack(hello, reply))
+
+        def back(turn: Turn) -> tuple[None, str]:
+            worker, ours = self._placement_table.workers.get(hello.worker), (hello.epoch, hello.capacity, hello.member)
+            if worker is None or (worker.epoch, worker.capacity, worker.member) != ours:
+                raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
+            self._registry.check_member(hello)
+            turn.take(adopt(self._dispatch, worker, unpack_rows(hello.inventory), self._ledgers[worker.node]))
+            worker.receiver, worker.pid = hello.receiver, hello.pid
+            return None, ""
+
+        await self._in_turn(back)
 
     def worker_down(
         self, worker: str, epoch: int, proved_exit: bool, died: bool = False, is_leaving: bool = False
@@ -354,24 +533,6 @@ class SchedulerApi(Actor[Message]):
         """More full pages of the prompts of these are durable, while they are being computed."""
         if self._prefix_reuse.is_on:
             self.tell(events.PromptRows(request_indices))
-
-    async def _command(
-        self,
-        command: RequestCommand,
-        request_ids: tuple[str, ...],
-        owner: str,
-        *,
-        keep: bool = True,
-        hold: bool = True,
-        hot_slots: int = NO_HOT_BUFFER,
-        user: str | None = None,
-    ) -> tuple[str, ...]:
-        check_writes(self._journal)
-        return await self.ask(
-            lambda reply: events.CommandAsk(
-                command, request_ids, owner, reply, keep=keep, hold=hold, hot_slots=hot_slots, user=user
-            )
-        )
 
 
 def _digest_of(prefix_id: str) -> Digest:

@@ -12,18 +12,15 @@ never cross. A command on several requests is checked for all of them before any
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-import numpy as np
 import trio
 
-from coordinator.actor import Reply
 from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
-from coordinator.journal.records import PoolOpened, Record, RequestDeparted, WorkerDrained, WorkerUndrained
-from coordinator.memory.changes import GIVING, Evict
+from coordinator.journal.records import PoolOpened, Record, RequestDeparted
+from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import HostPool
 from coordinator.memory.kv_events import KvEvent, KvEvents
 from coordinator.memory.ledger import NO_PAGES, EpochKey, Ledger
@@ -32,27 +29,23 @@ from coordinator.policy import decisions
 from coordinator.policy.hot_sizing import HotSizing
 from coordinator.policy.policy import GRANT_STEP_PAGES
 from coordinator.policy.prefix_reuse import PrefixReuse
-from coordinator.scheduler.api import Message, SchedulerApi
+from coordinator.scheduler.api import Ask, Message, SchedulerApi, Stop, Turn
 from coordinator.scheduler.submission import Submissions
-from coordinator.scheduler.validation import check_deadline
 from coordinator.scheduler.worker_registry import WorkerRegistry
 from coordinator.state import events
-from coordinator.state.events import AddressedOrder, LedgerStep, Listener, RequestCommand, WorkerPort, WorkerSend
+from coordinator.state.events import AddressedOrder, LedgerStep, Listener, WorkerPort
 from coordinator.state.request import BeginTrace
 from coordinator.state.request_state import RequestState, describe_size
-from coordinator.state.worker_entry import WorkerDrain
 from coordinator.tokens.token_log import TokenLog
 from coordinator.turn.auditor import Auditor
-from coordinator.turn.commands import carry_out, drain_promise, is_set_aside, release_quarantine, stop_promise
+from coordinator.turn.commands import is_set_aside
 from coordinator.turn.dispatch import Dispatch, Effects, in_transactions
-from coordinator.turn.reconciliation import adopt
 from coordinator.turn.recovery import Place, endings_of, restore
 from coordinator.turn.request_table import RequestTable
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
-from protocol.errors import HiSparseError, WrongState
-from protocol.inventory import unpack_rows
+from protocol.errors import HiSparseError
 from protocol.logs import fields, logger
 from protocol.settings import AUTO_FLOOR, CoordinatorSettings
 from protocol.sizing import page_limit
@@ -67,8 +60,6 @@ MESSAGES_PER_REQUEST: Final = 4
 MESSAGES_BESIDES: Final = 4_096
 #: How often deadlines are looked at, hot buffers grown, and ended requests forgotten.
 TICK_S: Final = 0.25
-#: Longest deadline of a drain or a stop.
-DEADLINE_MAX_S: Final = 86_400.0
 #: At a stop's deadline, workers have this long to release what was failed; then their word is not waited for.
 RELEASE_LIMIT_S: Final = 5.0
 #: Tokens that a grant may come to beyond `grant_ahead_tokens`: the step of a grant, the overshoot of a step, and what
@@ -78,28 +69,6 @@ GRANT_TOKENS_BESIDES: Final = (GRANT_STEP_PAGES + 2) * PAGE_TOKENS
 GRANTED_ALL: Final = 2**31 - 1
 
 log = logger("coordinator.scheduler.scheduler")
-
-
-@dataclass(slots=True)
-class _Turn:
-    """Consequences of one batch of messages: ledger changes, then tells and replies."""
-
-    steps: list[LedgerStep] = field(default_factory=list)
-    tells: list[AddressedOrder] = field(default_factory=list)
-    sends: list[WorkerSend] = field(default_factory=list)
-    joined: list[Reply[None]] = field(default_factory=list)
-    released: list[tuple[Reply[tuple[str, ...]], tuple[str, ...], str]] = field(default_factory=list)
-
-    def take(self, effects: Effects) -> None:
-        self.steps += effects.steps
-        self.tells += effects.tells
-        self.sends += effects.sends
-
-
-@dataclass(slots=True)
-class _Stop:
-    deadline: float
-    failed_at: float | None = None
 
 
 class Scheduler(SchedulerApi):
@@ -173,15 +142,11 @@ class Scheduler(SchedulerApi):
             first_tokens=self._lead_tokens,
             begin_trace=begin_trace,
         )
-        self._stop: _Stop | None = None
+        self._stop = None
         self._awaited = DONE  # the commit that the turn waits for
 
     def history(self) -> tuple[str, ...]:
         return () if self._awaited.done else ("a turn waits for the journal",)
-
-    @property
-    def stopping(self) -> bool:
-        return self._stop is not None
 
     # ---------------------------------------------------------------- from the journal
 
@@ -202,23 +167,9 @@ class Scheduler(SchedulerApi):
         for live in self._requests.live.values():
             if live.is_placed and live.worker in self._placement_table.workers:
                 self._begin_admission(live, self._token_log.durable(live.request_index))
-        self.tell(events.Recovered((*freed, *first.steps), first.tells, first.sends))
+        self.tell(Effects(freed).plus(first))
         for ending in endings_of(journal_state):
             self._listener.recovered(ending)
-
-    def _worker_back(self, hello: messages.WorkerHello) -> Effects:
-        worker = self._placement_table.workers.get(hello.worker)
-        if (
-            worker is None
-            or worker.epoch != hello.epoch
-            or worker.capacity != hello.capacity
-            or worker.member != hello.member
-        ):
-            raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
-        self._registry.check_member(hello)
-        effects = adopt(self._dispatch, worker, unpack_rows(hello.inventory), self._ledgers[worker.node])
-        worker.receiver, worker.pid = hello.receiver, hello.pid
-        return effects
 
     # ---------------------------------------------------------------- one turn
 
@@ -242,19 +193,15 @@ class Scheduler(SchedulerApi):
             self._journal.let_go()
 
     async def _turn(self, batch: list[Message]) -> None:
-        now, turn, tick = self._clock(), _Turn(), False
-        returned, self.returned = self.returned, []
+        now, tick = self._clock(), False
+        turn, returned, self.returned = Turn(now), self.returned, []
         for word in returned:
-            self._hear_request(word, now, turn)
+            self._hear_request(word, turn)
         for message in batch:
-            self._hear(message, now, turn)
+            self._hear(message, turn)
             tick = tick or isinstance(message, events.Tick)
         await self._transact(turn.steps)
         self._announce_turn(turn)
-        for reply in turn.joined:
-            reply.set(None)
-        for told, lines, what in turn.released:
-            self._journal.append(()).answer(told, lines, what)
         if tick:
             self._auditor.tick(now)
             self._submissions.forget(self._requests.forget_old(now))
@@ -267,28 +214,18 @@ class Scheduler(SchedulerApi):
         if self._publish is not None and self._kv_events is not None and (news := self._kv_events.take()):
             self._publish(news)
 
-    def _progress(self, message: events.Starving | events.PromptRows) -> Effects:
-        effects = Effects()
-        for entry in filter(None, map(self._placement_table.entries.get, message.request_indices.tolist())):
-            if isinstance(message, events.Starving):
-                self._dispatch.starve(entry)
-            else:
-                durable_tokens = self._token_log.durable(entry.request_index)
-                effects = effects.plus(self._dispatch.prompt_rows(entry, durable_tokens))
-        return effects
-
-    def _transfer_closed(self, it: events.TransferClosed) -> Effects:
-        return self._dispatch.transfer_closed(it.worker, it.epoch, it.placement, it.durable_tokens)
-
-    def _announce_turn(self, turn: _Turn) -> None:
+    def _announce_turn(self, turn: Turn) -> None:
         for tell in turn.tells:
             self._tell(tell)
         for send in turn.sends:
             if worker := self._placement_table.workers.get(send.worker):
                 worker.port.send(send.command)
         self.step_ready()
+        commit = self._journal.append(()) if turn.replies else DONE
+        for reply, value, what in turn.replies:
+            (commit if what else DONE).answer(reply, value, what)
 
-    def _hear_request(self, word: events.Word, now: float, turn: _Turn) -> None:
+    def _hear_request(self, word: events.Word, turn: Turn) -> None:
         match word:
             case events.PlacementProgressed():
                 turn.take(self._dispatch.progressed(word))
@@ -301,27 +238,35 @@ class Scheduler(SchedulerApi):
                 self._requests.end(self._requests.by_index[request_index].state)
                 self._token_log.cut(request_index)
 
-    def _hear(self, message: Message, now: float, turn: _Turn) -> None:
+    def _hear(self, message: Message, turn: Turn) -> None:
         match message:
-            case events.TransferClosed():
-                turn.take(self._transfer_closed(message))
-            case events.Starving() | events.PromptRows():
-                turn.take(self._progress(message))
+            case Ask(carry_out, reply):
+                try:
+                    turn.replies.append((reply, *carry_out(turn)))
+                except HiSparseError as error:
+                    reply.fail(error)
+            case Effects():
+                turn.take(message)
+            case events.TransferClosed(worker, epoch, placement, durable_tokens):
+                turn.take(self._dispatch.transfer_closed(worker, epoch, placement, durable_tokens))
+            case events.Starving(request_indices):
+                for entry in self._entries(request_indices):
+                    self._dispatch.starve(entry)
+            case events.PromptRows(request_indices):
+                for entry in self._entries(request_indices):
+                    turn.take(self._dispatch.prompt_rows(entry, self._token_log.durable(entry.request_index)))
             case events.Digested(facts, chain):
                 self._dispatch.digested(facts, chain)
             case events.WorkerDown() | events.WorkerExited():
-                self._worker_gone(message, turn, now)
+                self._worker_gone(message, turn)
             case events.InventoryTaken():
-                turn.take(self._auditor.hear(message, now))
-            case events.Recovered(steps, tells, sends):
-                turn.take(Effects(steps, tells, sends))
+                turn.take(self._auditor.hear(message, turn.now))
             case events.Tick():
                 return  # what follows is at the end of the turn
-            case _:
-                try:
-                    self._answer(message, now, turn)
-                except HiSparseError as error:
-                    message.reply.fail(error)
+
+    def _entries(self, request_indices: Int32Array) -> Iterator[RequestState]:
+        """Yield those of the requests that are live."""
+        return filter(None, map(self._placement_table.entries.get, request_indices.tolist()))
 
     def _departed(self, event: events.PlacementEnded) -> Effects:
         request_index = event.request_index
@@ -338,77 +283,6 @@ class Scheduler(SchedulerApi):
         prompt = self._requests.by_index[request_index].state.prompt
         whole = prompt if 4 * last <= len(prompt) else self._tokens_of(request_index)
         return whole[4 * first : 4 * last]
-
-    def _drop_prefixes(self, ask: events.DropPrefixesAsk, turn: _Turn) -> tuple[str, ...]:
-        """The changes go to the end of the turn's: what is dropped may have been cached in this turn."""
-        reuse = self._prefix_reuse
-        parts = [reuse.drop(ask.digests), *(reuse.drop_owner(it) for it in ask.owners)]
-        if not ask.digests and not ask.owners:
-            parts = [reuse.clear()]
-        lines = []
-        for node in reuse.by_node:
-            pages = np.concatenate([NO_PAGES, *(part[node] for part in parts if node in part)])
-            if pages.size:
-                turn.steps.append(LedgerStep(node, Evict(pages.tobytes())))
-            lines.append(f"{node}: {pages.size} pages dropped")
-        log.info("prefixes dropped", extra=fields(lines=lines, by=ask.owner))
-        return tuple(lines)
-
-    def _answer(self, ask: events.Ask, now: float, turn: _Turn) -> None:
-        """Carry an ask out and reply; what it raises fails the reply, and then nothing was done."""
-        match ask:
-            case events.SubmitAsk():
-                handle, commit = self._submissions.submit(ask, now, stopping=self.stopping)
-                commit.answer(ask.reply, handle, "the request was queued")
-            case events.CommandAsk():
-                effects, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities())
-                if ask.command is RequestCommand.RETRACT:
-                    self._counters.retractions[_mode(ask.keep), "operator"] += len(lines)
-                for each in effects:
-                    turn.take(each)
-                self._submissions.write_orders(ask).answer(ask.reply, lines, f"{ask.command.value} was begun")
-            case events.ForgetAsk(request_ids):
-                commit = self._submissions.forget(self._requests.forget(request_ids, ask.user))
-                lines = tuple(f"{it}: forgotten" for it in request_ids)
-                commit.answer(ask.reply, lines, "the outputs were forgotten")
-            case events.DrainAsk():
-                lines, commit = self._drain(ask, now)
-                commit.answer(ask.reply, lines, "the undrain was begun" if ask.undrain else "the drain was begun")
-            case events.ReleaseAsk() | events.DropPrefixesAsk():
-                turn.released.append((ask.reply, *self._release(ask, turn)))
-            case events.StopAsk() | events.ForgetWorkersAsk():
-                lines = (
-                    self._begin_stop(ask, now)
-                    if isinstance(ask, events.StopAsk)
-                    else self._registry.forget(ask.workers)
-                )
-                ask.reply.set(lines)
-            case events.StandbysAsk(workers, ready):
-                self._registry.note_standbys(workers, ready)
-                ask.reply.set(())
-            case events.WorkerUp():
-                is_changing = any(step.node == ask.hello.node for step in turn.steps)
-                worker = self._registry.join(ask.hello, ask.port, is_changing=is_changing)
-                self._prefix_reuse.serve(worker.model)
-                turn.take(self._dispatch.worker_up(worker, ask.process))
-                turn.joined.append(ask.reply)
-            case events.WorkerBack():
-                turn.take(self._worker_back(ask.hello))
-                turn.joined.append(ask.reply)
-            case events.AuditAsk():
-                self._auditor.begin(ask, now)
-
-    def _release(self, ask: events.ReleaseAsk | events.DropPrefixesAsk, turn: _Turn) -> tuple[tuple[str, ...], str]:
-        """Release what `ask` names. Return one line for each, and what was done in one phrase."""
-        if isinstance(ask, events.DropPrefixesAsk):
-            return self._drop_prefixes(ask, turn), "the prefixes were dropped"
-        if ask.died:
-            self._refresh(self._placement_table.entries.values())
-        effects, lines = release_quarantine(ask.workers, self._ledgers, self._dispatch, died=ask.died)
-        for each in effects:
-            turn.take(each)
-        log.warning("quarantine released", extra=fields(workers=ask.workers, by=ask.owner, died=ask.died))
-        return lines, "the quarantine was released"
 
     # ---------------------------------------------------------------- requests
 
@@ -452,7 +326,7 @@ class Scheduler(SchedulerApi):
         self._counters.prefix_pages_evicted += pages
         self._counters.prefix_pages_evicted_lent += lent
 
-    def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: _Turn, now: float) -> None:
+    def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: Turn) -> None:
         if isinstance(message, events.WorkerExited):
             self._registry.note_exit(message.worker, message.epoch)
             self._refresh(self._dispatch.beside_lost((message.worker, message.epoch)))
@@ -460,7 +334,7 @@ class Scheduler(SchedulerApi):
             return
         worker = self._placement_table.workers.get(message.worker)
         if worker is not None and worker.epoch == message.epoch:
-            self._registry.leave(worker, now, exit_proved=message.proved_exit)
+            self._registry.leave(worker, turn.now, exit_proved=message.proved_exit)
             for it in self._placement_table.beside(worker):
                 self._refresh(self._placement_table.on(it.name))
             turn.take(
@@ -468,27 +342,6 @@ class Scheduler(SchedulerApi):
                     worker, proved_exit=message.proved_exit, died=message.died, is_leaving=message.is_leaving
                 )
             )
-
-    def _refresh(self, entries: Iterable[RequestState]) -> None:
-        """Read their progress from the token log."""
-        for entry in entries:
-            entry.generated = self._token_log.length(entry.request_index)
-
-    def _drain(self, ask: events.DrainAsk, now: float) -> tuple[tuple[str, ...], Commit]:
-        workers = self._registry.find(ask.workers)
-        check_deadline(ask.deadline_s, DEADLINE_MAX_S)
-        drain = None if ask.undrain else WorkerDrain(now + ask.deadline_s, ask.handover)
-        for worker in workers:
-            self._dispatch.drain(worker, drain)
-        until_s = now + ask.deadline_s + self._wall_offset_s
-        commit = self._journal.append(
-            [
-                WorkerUndrained(it.name) if ask.undrain else WorkerDrained(it.name, it.epoch, until_s, ask.handover)
-                for it in workers
-            ]
-        )
-        log.info("undrain" if ask.undrain else "drain", extra=fields(workers=[it.name for it in workers], by=ask.owner))
-        return tuple(f"{worker.name}: {drain_promise(ask, worker.requests)}" for worker in workers), commit
 
     # ---------------------------------------------------------------- decisions
 
@@ -546,7 +399,7 @@ class Scheduler(SchedulerApi):
             case decisions.GrowDecision(entry):
                 self._token_log.grant(entry.request_index, self._granted_tokens(entry))
             case decisions.RetractDecision(_, keep, cause):
-                self._counters.retractions[_mode(keep), cause.value] += 1
+                self._counters.retractions["keep" if keep else "drop", cause.value] += 1
         self._tell(self._dispatch.told(decision, pages))
 
     def _receive(self, entry: RequestState, transfer: decisions.Transfer, pages: Int32Array) -> None:
@@ -608,20 +461,10 @@ class Scheduler(SchedulerApi):
 
     # ---------------------------------------------------------------- the end
 
-    def _begin_stop(self, ask: events.StopAsk, now: float) -> tuple[str, ...]:
-        check_deadline(ask.deadline_s, DEADLINE_MAX_S)
-        deadline = now + ask.deadline_s
-        if self._stop is None:
-            self._stop = _Stop(deadline)
-        self._stop.deadline = min(self._stop.deadline, deadline)
-        log.info("stop", extra=fields(by=ask.owner, deadline_s=ask.deadline_s, live=len(self._requests.live)))
-        lives = self._requests.live.values()
-        return (stop_promise(lives, self._stop.deadline - now, is_kept=self._journal.is_kept),)
-
-    async def _wind_up(self, stop: _Stop, now: float) -> None:
+    async def _wind_up(self, stop: Stop, now: float) -> None:
         """Held requests are not waited for. Past the deadline what is in the journal is left to the next
         incarnation; without a journal all fail, and past RELEASE_LIMIT_S workers are not heard."""
-        lives, turn = list(self._requests.live.values()), _Turn()
+        lives, turn = list(self._requests.live.values()), Turn(now)
         if not lives or (self._journal.is_kept and self._is_over(stop, lives, now)):
             if lives and not self.stopped.is_set():
                 log.info("unfinished requests resume at the next start", extra=fields(requests=len(lives)))
@@ -638,10 +481,6 @@ class Scheduler(SchedulerApi):
         self._announce_turn(turn)
 
     @staticmethod
-    def _is_over(stop: _Stop, lives: Sequence[RequestState], now: float) -> bool:
+    def _is_over(stop: Stop, lives: Sequence[RequestState], now: float) -> bool:
         """Return whether nothing is left to wait for."""
         return now >= stop.deadline or all(map(is_set_aside, lives))
-
-
-def _mode(keep: bool) -> str:
-    return "keep" if keep else "drop"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.actor import Actor
-from coordinator.journal.journal import Commit, Journal
+from coordinator.journal.journal import Journal
 from coordinator.journal.records import RequestAccepted, RequestFacts, RequestsForgotten, digest_of, kept_facts
 from coordinator.scheduler.validation import check_fits, check_submit
 from coordinator.scheduler.worker_registry import WorkerRegistry
@@ -48,15 +48,14 @@ class Submissions:
     begin_trace: BeginTrace | None = None
     ids_made: int = 0
 
-    def submit(self, ask: events.SubmitAsk, now: float, *, stopping: bool) -> tuple[Handle, Commit]:
+    def submit(self, ask: events.SubmitAsk, now: float, *, stopping: bool) -> Handle:
         """A submission repeated under its id is the same request, whatever became of it: nothing is done again.
 
         Raises what `SchedulerApi.submit` says, having done nothing.
         """
         submit, sampling = ask.submit, ask.submit.sampling
         if submit.request_id and self.requests.knows(submit.request_id):
-            request_index = self.requests.index_of_same(submit, ask.user)
-            return Handle(submit.request_id, request_index), self.journal.append(())
+            return Handle(submit.request_id, self.requests.index_of_same(submit, ask.user))
         if stopping:
             raise Unavailable("the coordinator is stopping", remedy="submit to another, or later")
         if self.registry.model is None:
@@ -93,7 +92,8 @@ class Submissions:
         state.chain, state.matches = ask.chain, ask.matches
         self.dispatch.dirty = True
         self.requests.add(self.start(state))
-        return Handle(request_id, request_index), self.journal.accept(RequestAccepted(submitted, submit.prompt), state)
+        self.journal.accept(RequestAccepted(submitted, submit.prompt), state)
+        return Handle(request_id, request_index)
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
         """Make the actor of a live request."""
@@ -112,19 +112,13 @@ class Submissions:
         request.tell_history()
         return request
 
-    def write_orders(self, ask: events.CommandAsk) -> Commit:
-        """Write what is now ordered of the requests that a command named."""
-        lives = [self.requests.live[request_id] for request_id in dict.fromkeys(ask.request_ids)]
-        return self.journal.append([it.ordered for it in lives])
-
-    def forget(self, request_indices: Sequence[int]) -> Commit:
+    def forget(self, request_indices: Sequence[int]) -> None:
         """These are over and taken off the list of requests: their outputs go, their indices may be taken again."""
-        forgotten = RequestsForgotten(pack_int32(request_indices), self.journal.state.arrivals)
-        commit = self.journal.append([forgotten] if request_indices else [])
+        if request_indices:
+            self.journal.append([RequestsForgotten(pack_int32(request_indices), self.journal.state.arrivals)])
         for request_index in request_indices:
             self.listener.forgotten(request_index)
             self.token_log.close(request_index)
-        return commit
 
     def _new_id(self) -> str:
         while True:

@@ -2,8 +2,8 @@
 
 Who tells whom (asks go down the first column only, everything else but the call is a tell):
 
-    Gateway ──ask──► Scheduler ──call─► HostPool            SubmitAsk, CommandAsk          Transact
-    WorkerLink ────► Scheduler                              WorkerUp, WorkerDown, WorkerExited, Starving, PromptRows,
+    Gateway ──ask──► Scheduler ──call─► HostPool            Ask (scheduler/api.py)         Transact
+    WorkerLink ────► Scheduler                              Ask, WorkerDown, WorkerExited, Starving, PromptRows,
                                                             InventoryTaken, TransferClosed
     WorkerLink ────► Request                                messages.Event, routed by placement
     Scheduler ─────► Request                                RequestOrder: Admitted, MemoryGiven, RetractOrder, ...
@@ -27,7 +27,6 @@ from protocol.arrays import Int32Array
 from protocol.units import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from coordinator.actor import Reply
     from coordinator.journal.records import Record, RequestFacts
     from coordinator.memory.changes import Change
     from coordinator.memory.prefix_index import Chain, Match
@@ -122,7 +121,6 @@ class SubmitAsk(msgspec.Struct, frozen=True):
 
     submit: messages.Submit
     owner: str
-    reply: Reply[Handle]
     user: str = ""
     chain: Chain | None = None
     matches: dict[str, Match] = msgspec.field(default_factory=dict)
@@ -135,87 +133,10 @@ class CommandAsk(msgspec.Struct, frozen=True):
     command: RequestCommand
     request_ids: tuple[str, ...]
     owner: str
-    reply: Reply[tuple[str, ...]]
     keep: bool = True
     hold: bool = True
-    hot_slots: int = -1
+    hot_slots: int = messages.NO_HOT_BUFFER
     user: str | None = None
-
-
-class ForgetAsk(msgspec.Struct, frozen=True):
-    """Ended requests whose outputs no client needs any more. `user` as in CommandAsk."""
-
-    request_ids: tuple[str, ...]
-    reply: Reply[tuple[str, ...]]
-    user: str | None = None
-
-
-class DrainAsk(msgspec.Struct, frozen=True):
-    """Drain (`deadline_s` from now) or, with `undrain`, admit again. No workers named: all of them."""
-
-    workers: tuple[str, ...]
-    owner: str
-    reply: Reply[tuple[str, ...]]
-    handover: bool = False
-    deadline_s: float = 0.0
-    undrain: bool = False
-
-
-class ReleaseAsk(msgspec.Struct, frozen=True):
-    """An operator's word that the processes of these workers' lost epochs are gone. `died`: a supervisor's, which has
-    seen the last ones end."""
-
-    workers: tuple[str, ...]
-    owner: str
-    died: bool
-    reply: Reply[tuple[str, ...]]
-
-
-class DropPrefixesAsk(msgspec.Struct, frozen=True):
-    """Forget these cached prefixes, and those of these owners (Scope.owner); none of either: all."""
-
-    digests: tuple[bytes, ...]
-    owners: tuple[str, ...]
-    owner: str
-    reply: Reply[tuple[str, ...]]
-
-
-class ForgetWorkersAsk(msgspec.Struct, frozen=True):
-    """List these disconnected workers no longer."""
-
-    workers: tuple[str, ...]
-    reply: Reply[tuple[str, ...]]
-
-
-class StandbysAsk(msgspec.Struct, frozen=True):
-    """Note which of these workers, all of which are to have a standby, have one that is `ready`."""
-
-    workers: tuple[str, ...]
-    ready: tuple[str, ...]
-    reply: Reply[tuple[str, ...]]
-
-
-class StopAsk(msgspec.Struct, frozen=True):
-    deadline_s: float
-    owner: str
-    reply: Reply[tuple[str, ...]]
-
-
-class WorkerUp(msgspec.Struct, frozen=True):
-    """A new epoch of a worker wants to join; the reply fails when it may not. `process` as in WorkerJoined."""
-
-    hello: messages.WorkerHello
-    port: WorkerPort
-    process: tuple[int, int, str]
-    reply: Reply[None]
-
-
-class WorkerBack(msgspec.Struct, frozen=True):
-    """An epoch that the journal knows has said hello to this incarnation of the coordinator. The reply fails
-    when its inventory cannot be."""
-
-    hello: messages.WorkerHello
-    reply: Reply[None]
 
 
 class WorkerDown(msgspec.Struct, frozen=True):
@@ -320,38 +241,6 @@ class WorkerSend(NamedTuple):
 class AddressedOrder(NamedTuple):
     request_index: int
     event: RequestOrder
-
-
-class Recovered(msgspec.Struct, frozen=True):
-    """First things to do after the journal was read."""
-
-    steps: tuple[LedgerStep, ...]
-    tells: tuple[AddressedOrder, ...]
-    sends: tuple[WorkerSend, ...] = ()
-
-
-class AuditAsk(msgspec.Struct, frozen=True):
-    """Compare all workers with the ledgers now; the reply comes when they have answered, or after a bound."""
-
-    owner: str
-    reply: Reply[tuple[tuple[messages.AuditedRow, ...], tuple[messages.DifferenceRow, ...]]]
-
-
-#: What the Scheduler answers.
-Ask: TypeAlias = (
-    SubmitAsk
-    | CommandAsk
-    | ForgetAsk
-    | DrainAsk
-    | ReleaseAsk
-    | DropPrefixesAsk
-    | ForgetWorkersAsk
-    | StandbysAsk
-    | StopAsk
-    | WorkerUp
-    | WorkerBack
-    | AuditAsk
-)
 
 
 class InventoryTaken(msgspec.Struct, frozen=True):

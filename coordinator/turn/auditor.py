@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from coordinator.actor import Reply
 from coordinator.journal import records as journal
@@ -14,7 +14,7 @@ from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, AuditRounds, Dif
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.policy.prefix_reuse import PrefixReuse
-from coordinator.state.events import AuditAsk, InventoryTaken, LedgerStep
+from coordinator.state.events import InventoryTaken, LedgerStep
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.request_state import RequestState
 from coordinator.state.worker_entry import WorkerEntry
@@ -36,10 +36,14 @@ REPAIRED: Final = frozenset({STRAY, UNRELEASED, ORPHAN})
 log = logger("coordinator.turn.auditor")
 
 
+#: Who was audited, and what two audits in a row found.
+AuditRows: TypeAlias = tuple[tuple[AuditedRow, ...], tuple[DifferenceRow, ...]]
+
+
 @dataclass
 class _Asked:
     keys: list[EpochKey]
-    reply: Reply[tuple[tuple[AuditedRow, ...], tuple[DifferenceRow, ...]]]
+    reply: Reply[AuditRows]
     give_up_at: float
 
 
@@ -85,13 +89,13 @@ class Auditor:
             self._asked.remove(asked)
             asked.reply.set(self._rows(asked.keys))
 
-    def begin(self, ask: AuditAsk, now: float) -> None:
-        """Audit all workers and nodes twice, for an operator who waits."""
+    def begin(self, reply: Reply[AuditRows], now: float) -> None:
+        """Audit all workers and nodes twice. `reply` comes when they have answered, or after ASK_LIMIT_S."""
         live = self._live()
         self._rounds.want(live)
         for node, ledger in self._ledgers.items():
             self._rounds.hear_node(node, check_node(ledger, self._awaited(node)))
-        self._asked.append(_Asked(list(live), ask.reply, now + ASK_LIMIT_S))
+        self._asked.append(_Asked(list(live), reply, now + ASK_LIMIT_S))
 
     def _live(self) -> dict[EpochKey, WorkerEntry]:
         return {
@@ -173,7 +177,7 @@ class Auditor:
 
     # ---------------------------------------------------------------- rows
 
-    def _rows(self, keys: list[EpochKey]) -> tuple[tuple[AuditedRow, ...], tuple[DifferenceRow, ...]]:
+    def _rows(self, keys: list[EpochKey]) -> AuditRows:
         audited: list[AuditedRow] = []
         differences: list[DifferenceRow] = []
         live = self._live()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from coordinator.memory.ledger import Ledger
-from coordinator.state.events import CommandAsk, DrainAsk, RequestCommand
+from coordinator.state.events import CommandAsk, RequestCommand
 from coordinator.state.request_state import RequestState, describe_size
 from coordinator.turn.dispatch import Dispatch, Effects
 from coordinator.turn.request_table import RequestTable
@@ -133,15 +133,16 @@ def is_set_aside(live: RequestState) -> bool:
     return live.held and not live.is_placed
 
 
-def drain_promise(ask: DrainAsk, requests: int) -> str:
-    if ask.undrain:
+def drain_promise(requests: int, deadline_s: float | None, *, handover: bool) -> str:
+    """Say what becomes of the requests on a worker that drains for `deadline_s`, or (None) drains no longer."""
+    if deadline_s is None:
         return "takes requests again"
     if not requests:
         return "draining, and no request is on it"
-    if ask.deadline_s == 0:
+    if deadline_s == 0:
         return f"draining, {_counted(requests)} retracted at once"
-    how = "handed over or left to finish here" if ask.handover else "left to finish here"
-    return f"draining, {_counted(requests)} {how}, retracted after {ask.deadline_s:g} s"
+    how = "handed over or left to finish here" if handover else "left to finish here"
+    return f"draining, {_counted(requests)} {how}, retracted after {deadline_s:g} s"
 
 
 def stop_promise(lives: Collection[RequestState], left_s: float, *, is_kept: bool) -> str:
