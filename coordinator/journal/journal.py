@@ -31,6 +31,7 @@ deliveries, and pages would be granted twice).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
@@ -185,73 +186,75 @@ class Commit:
 DONE: Final = Commit()
 
 
-class Journal(Protocol):
-    """The journal as the other actors use it."""
+class Journal(ABC):
+    """The journal as the other actors use it. `state` is what the records so far lead to; its `ledgers` are the live
+    ones. `is_kept`: records outlive this process."""
+
+    is_kept = True
+
+    def __init__(self, state: JournalState) -> None:
+        self.state = state
 
     @property
-    def is_kept(self) -> bool:
-        """Return whether records outlive this process."""
-
-    @property
+    @abstractmethod
     def failing(self) -> str:
         """Why new requests must be refused; empty: they need not be."""
 
-    @property
-    def state(self) -> JournalState:
-        """The state that the records so far lead to; its `ledgers` are the live ones."""
-
+    @abstractmethod
     def room_use(self) -> dict[str, RoomUse]:
         """Count the records that wait for the next commit."""
+
+    @abstractmethod
+    def append(self, records: Sequence[Record]) -> Commit:
+        """Write `records` behind all earlier ones. Without records: a Commit of earlier records and arrived tokens."""
+
+    @abstractmethod
+    def tokens_arrived(self) -> None:
+        """The token log has new tokens or durable rows."""
+
+    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
+        """Write that a request was accepted; `live` is what `state` has of it from now on."""
+        commit = self.append([accepted])
+        self.state.requests[live.request_index] = live
+        return commit
+
+    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
+        """Write the changes of a node's ledger, then `notes`, in one commit."""
+        return self.append([LedgerChanged(node, tuple(changes)), *notes])
+
+    def open_pool(self, opened: PoolOpened) -> Ledger:
+        """Write that a node has a new pool. Returns its empty ledger, which is in `state` from now on."""
+        self.append([opened])
+        return self.state.open_pool(opened)
 
     def summarize_if_long(self) -> None:
         """Begin a summary, which replaces earlier records, if that saves enough.
 
         Call only between two turns of the Scheduler, when no change of a ledger is in progress.
         """
+        return
 
     def hold(self) -> None:
         """Begin a turn: what is appended from now on is written in one commit. Idempotent."""
+        return
 
     def let_go(self) -> None:
         """End the turn, or let what was appended be written before the turn waits for that. Idempotent."""
-
-    def append(self, records: Sequence[Record]) -> Commit:
-        """Write `records` behind all earlier ones. Without records: a Commit of earlier records and arrived tokens."""
-
-    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
-        """Write that a request was accepted; `live` is what `state` has of it from now on."""
-
-    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
-        """Write the changes of a node's ledger, then `notes`, in one commit."""
-
-    def open_pool(self, opened: PoolOpened) -> Ledger:
-        """Write that a node has a new pool. Returns its empty ledger, which is in `state` from now on."""
-
-    def tokens_arrived(self) -> None:
-        """The token log has new tokens or durable rows."""
+        return
 
 
-class NoJournal:
+class NoJournal(Journal):
     """`--journal none`: every record counts as durable at once; a crash loses all requests."""
 
     is_kept = False
     failing = ""
 
     def __init__(self, on_tokens: Callable[[], None] = lambda: None) -> None:
-        self.state = JournalState()
+        super().__init__(JournalState())
         self._on_tokens = on_tokens
-
-    def summarize_if_long(self) -> None:
-        return
 
     def room_use(self) -> dict[str, RoomUse]:
         return {"journal_records": RoomUse(0, PENDING_MAX)}
-
-    def hold(self) -> None:
-        return
-
-    def let_go(self) -> None:
-        return
 
     def append(self, records: Sequence[Record]) -> Commit:
         for record in records:
@@ -259,25 +262,14 @@ class NoJournal:
                 self.state.note(record)
         return DONE
 
-    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
-        self.state.requests[live.request_index] = live
-        return DONE
-
-    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
-        return self.append(notes)
-
-    def open_pool(self, opened: PoolOpened) -> Ledger:
-        return self.state.open_pool(opened)
-
     def tokens_arrived(self) -> None:
         self._on_tokens()
 
 
-class GroupCommit:
+class GroupCommit(Journal):
     """The Journal actor. `on_tokens` is called when tokens were committed and may be delivered."""
 
     name = "journal"
-    is_kept = True
 
     def __init__(
         self,
@@ -289,7 +281,7 @@ class GroupCommit:
         counters: JournalCounters | None = None,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
-        self.state = state
+        super().__init__(state)
         self._store = store
         self._token_log = token_log
         self._on_tokens = on_tokens
@@ -345,18 +337,6 @@ class GroupCommit:
         if self._turn is None:
             self._news.set()
         return Commit(group)
-
-    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
-        commit = self.append([accepted])
-        self.state.requests[live.request_index] = live
-        return commit
-
-    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
-        return self.append([LedgerChanged(node, tuple(changes)), *notes])
-
-    def open_pool(self, opened: PoolOpened) -> Ledger:
-        self.append([opened])
-        return self.state.open_pool(opened)
 
     def summarize_if_long(self) -> None:
         if self._store.wants_summary and not self.is_summarizing:

@@ -23,8 +23,8 @@ ownership, twice the cases).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -385,43 +385,25 @@ class Ledger:
         return ""
 
     def check_invariants(self) -> None:
-        """I1, I2 and the budgets, from scratch; O(pool). Raises InternalError naming what does not add up."""
-        self._check_pages()
-        self._check_budgets()
-
-    def _check_pages(self) -> None:
-        expected = np.zeros(self.pages_total, dtype=np.int32)
-        for holding in self._holdings.values():
-            pages = holding.all_pages()
-            _demand(pages.size == holding.page_count, f"admission {holding.placement} counts its pages")
-            _demand(np.unique(pages).size == pages.size, f"admission {holding.placement} holds a page once")
-            expected[pages] += 1
-        for arrays in self._quarantines.values():
-            for pages in arrays:
-                expected[pages] += 1
-        expected += self._is_cached
-        _demand(self.pages_cached == np.count_nonzero(self._is_cached), "cached pages are counted")
-        _demand(self.pages_shared == np.count_nonzero(expected - self._is_cached > 1), "shared pages are counted")
-        _demand(self.pages_idle == np.count_nonzero(self._is_cached & (expected == 1)), "idle pages are counted")
-        _demand(np.array_equal(expected, self._refcounts), "I1: refcounts equal holders")
-        free = self._free[: self.pages_free]
+        """Check what `find_mismatch` does, and what only a defect of this module could break; O(pool). Raises
+        InternalError naming what does not add up."""
+        mismatch = self.find_mismatch()
+        _demand(not mismatch, mismatch)
+        free, holders = self._free[: self.pages_free], Counter[EpochKey]()
         _demand(np.unique(free).size == free.size, "I1: a free page is free once")
-        _demand(not self._refcounts[free].any(), "I1: a free page has no holder")
-        _demand(self.pages_free + np.count_nonzero(self._refcounts) == self.pages_total, "I1: the sum is the pool")
-
-    def _check_budgets(self) -> None:
-        for budget in self._budgets.values():
-            of_it = [holding for holding in self._holdings.values() if holding.budget is budget]
-            sums = reduce(Memory.plus, (holding.gpu for holding in of_it), budget.free)
-            _demand(budget.holders == len(of_it), f"{budget.key} counts its holders")
-            _demand(all(holding.gpu.seats == 1 for holding in of_it), f"holders of {budget.key} have a seat each")
-            _demand(
-                budget.free.covers(NO_MEMORY) and sums == _of_gpu(memory_of(budget.capacity)), f"{budget.key} adds up"
-            )
-            _demand(budget.lost == (self._live.get(budget.worker) is not budget), f"{budget.key} is live or lost")
-            _demand(not (budget.exited and budget.key in self._quarantines), f"{budget.key} is proved gone")
-        kept = [holding for holding in self._holdings.values() if holding.budget is None]
-        _demand(all(holding.gpu == NO_MEMORY for holding in kept), "kept holdings have no GPU counts")
+        _demand(self.pages_cached == np.count_nonzero(self._is_cached), "cached pages are counted")
+        for it in self._holdings.values():
+            pages = it.all_pages()
+            _demand(pages.size == it.page_count, f"admission {it.placement} counts its pages")
+            _demand(_are_distinct(pages), f"admission {it.placement} holds a page once")
+            _demand(it.budget is not None or it.gpu == NO_MEMORY, f"admission {it.placement} has left its worker")
+            if it.budget is not None:
+                holders[it.budget.key] += it.gpu.seats
+        for key, budget in self._budgets.items():
+            _demand(budget.holders == holders[key], f"{key} counts its holders, with a seat each")
+            _demand(budget.free.covers(NO_MEMORY), f"{key} gives no more than it has")
+            _demand(budget.lost == (self._live.get(budget.worker) is not budget), f"{key} is live or lost")
+            _demand(not (budget.exited and key in self._quarantines), f"{key} is proved gone")
 
     # ---------------------------------------------------------------- parts
 

@@ -12,8 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from basics.request_states import POISON_STRIKES, TERMINAL
-from coordinator.scheduler.api import FLOOD_MARGIN
-from coordinator.scheduler.api import DEADLINE_MAX_S
+from coordinator.scheduler.api import DEADLINE_MAX_S, FLOOD_MARGIN
 from coordinator.scheduler.scheduler import GRANTED_ALL
 from coordinator.state.request_state import RequestState
 from coordinator.tokens.token_log import TokenLog
