@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ import trio
 from basics.rooms import RoomUse
 from coordinator.actor import Actor, Reply
 from coordinator.journal.journal import Journal, check_writes
-from coordinator.journal.records import NOT_ATTESTED, WorkerDrained, WorkerUndrained
+from coordinator.journal.records import NOT_ATTESTED, RequestFacts, WorkerDrained, WorkerUndrained
 from coordinator.memory.changes import Evict
 from coordinator.memory.ledger import NO_PAGES, Ledger
 from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Match, Scope
@@ -51,7 +52,7 @@ from coordinator.turn.request_table import RequestTable
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
-from protocol.errors import BadInput, ProtocolError, Unavailable, WrongState
+from protocol.errors import BadInput, HiSparseError, ProtocolError, Unavailable, WrongState
 from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
 from protocol.messages import NAME_CHARS_MAX
@@ -84,6 +85,7 @@ class Turn:
     tells: list[AddressedOrder] = field(default_factory=list)
     sends: list[WorkerSend] = field(default_factory=list)
     replies: list[tuple[Reply[Any], Any, str]] = field(default_factory=list)
+    is_tick: bool = False  # time passed: deadlines, lazy growth, forgetting
 
     def take(self, *many: Effects) -> None:
         for effects in many:
@@ -92,28 +94,8 @@ class Turn:
             self.sends += effects.sends
 
 
-class Ask(NamedTuple):
-    """A call for the Scheduler's next turn. `carry_out` returns the value of `reply` and what was done, as in Turn.
-
-    What it raises fails the reply, with nothing done.
-    """
-
-    carry_out: Callable[[Turn], tuple[Any, str]]
-    reply: Reply[Any]
-
-
-Message: TypeAlias = (
-    Ask
-    | Effects
-    | events.WorkerDown
-    | events.WorkerExited
-    | events.InventoryTaken
-    | events.Starving
-    | events.PromptRows
-    | events.Digested
-    | events.TransferClosed
-    | events.Tick
-)
+#: Messages of the Scheduler: calls that its next turn carries out.
+Call: TypeAlias = Callable[[Turn], None]
 
 
 @dataclass(slots=True)
@@ -122,7 +104,7 @@ class Stop:
     failed_at: float | None = None
 
 
-class SchedulerApi(Actor[Message]):
+class SchedulerApi(Actor[Call]):
     """Base of the Scheduler, which fills in who there is."""
 
     _requests: RequestTable
@@ -142,8 +124,22 @@ class SchedulerApi(Actor[Message]):
     _stop: Stop | None
 
     async def _in_turn(self, carry_out: Callable[[Turn], tuple[T, str]]) -> T:
-        """Have the next turn carry a call out; return its value once what it did is in the journal."""
-        return await self.ask(lambda reply: Ask(carry_out, reply))
+        """Have the next turn carry a call out; return its value once what it did, which it names, is in the journal.
+
+        What it raises fails the call, with nothing done. An empty name needs no commit.
+        """
+
+        def call(reply: Reply[T], turn: Turn) -> None:
+            try:
+                turn.replies.append((reply, *carry_out(turn)))
+            except HiSparseError as error:
+                reply.fail(error)
+
+        return await self.ask(lambda reply: partial(call, reply))
+
+    def _live(self, request_indices: Int32Array) -> Iterator[RequestState]:
+        """Yield those of the requests that live."""
+        return filter(None, map(self._placement_table.entries.get, request_indices.tolist()))
 
     def _refresh(self, entries: Iterable[RequestState]) -> None:
         """Read their progress from the token log."""
@@ -223,7 +219,10 @@ class SchedulerApi(Actor[Message]):
             scope = self._prefix_reuse.scope_of(live.facts)
             chain = await self._chain_of(live.prompt, scope, {}) if scope is not None else None
             if chain is not None:
-                self.tell(events.Digested(live.facts, chain))
+                self.tell(partial(self._digested, live.facts, chain))
+
+    def _digested(self, facts: RequestFacts, chain: Chain, _: Turn) -> None:
+        self._dispatch.digested(facts, chain)
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Abort all or none; one line per request. Raises NotFound or WrongState naming id, state and remedy."""
@@ -497,11 +496,27 @@ class SchedulerApi(Actor[Message]):
     ) -> None:
         """The epoch is over. Without `proved_exit` its pages stay quarantined until `worker_exited`. `died`: with its
         process, for which what was on it may be to blame. `is_leaving`: it had said that it would end."""
-        self.tell(events.WorkerDown(worker, epoch, proved_exit, died, is_leaving))
+
+        def end(turn: Turn) -> None:
+            entry = self._placement_table.workers.get(worker)
+            if entry is not None and entry.epoch == epoch:
+                self._registry.leave(entry, turn.now, exit_proved=proved_exit)
+                for it in self._placement_table.beside(entry):
+                    self._refresh(self._placement_table.on(it.name))
+                how = self._dispatch.worker_down(entry, proved_exit=proved_exit, died=died, is_leaving=is_leaving)
+                turn.take(how)
+
+        self.tell(end)
 
     def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None:
         """An epoch that was declared down is proved gone: its process `died`, or has emptied itself."""
-        self.tell(events.WorkerExited(worker, epoch, died))
+
+        def end(turn: Turn) -> None:
+            self._registry.note_exit(worker, epoch)
+            self._refresh(self._dispatch.beside_lost((worker, epoch)))
+            turn.take(self._dispatch.worker_exited(worker, epoch, died=died))
+
+        self.tell(end)
 
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None:
         """Route a worker's event to its Request. A placement that has departed, or is another worker's: dropped.
@@ -513,12 +528,13 @@ class SchedulerApi(Actor[Message]):
             return
         if isinstance(event, messages.Inventory):
             if self._auditor.expects(worker, epoch, event.number):
-                self.tell(events.InventoryTaken(worker, epoch, event))
+                self.tell(lambda turn: turn.take(self._auditor.hear((worker, epoch), event, turn.now)))
             return
         live = self._requests.admitted(worker, epoch, event.placement)
         if live is None:
             if isinstance(event, messages.Released) and event.placement in self._placement_table.transfers:
-                self.tell(events.TransferClosed(worker, epoch, event.placement, event.durable_tokens))
+                closed = worker, epoch, event.placement, event.durable_tokens
+                self.tell(lambda turn: turn.take(self._dispatch.transfer_closed(*closed)))
             return
         request = self._requests.by_index[live.request_index]
         if request.room() < FLOOD_MARGIN:
@@ -527,12 +543,22 @@ class SchedulerApi(Actor[Message]):
 
     def starving(self, request_indices: Int32Array) -> None:
         """Request indices whose granted headroom is short; repeating one costs next to nothing."""
-        self.tell(events.Starving(request_indices))
+
+        def starve(_: Turn) -> None:
+            for entry in self._live(request_indices):
+                self._dispatch.starve(entry)
+
+        self.tell(starve)
 
     def prompt_rows(self, request_indices: Int32Array) -> None:
         """More full pages of the prompts of these are durable, while they are being computed."""
+
+        def cache(turn: Turn) -> None:
+            for entry in self._live(request_indices):
+                turn.take(self._dispatch.prompt_rows(entry, self._token_log.durable(entry.request_index)))
+
         if self._prefix_reuse.is_on:
-            self.tell(events.PromptRows(request_indices))
+            self.tell(cache)
 
 
 def _digest_of(prefix_id: str) -> Digest:

@@ -12,7 +12,7 @@ never cross. A command on several requests is checked for all of them before any
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -29,7 +29,7 @@ from coordinator.policy import decisions
 from coordinator.policy.hot_sizing import HotSizing
 from coordinator.policy.policy import GRANT_STEP_PAGES
 from coordinator.policy.prefix_reuse import PrefixReuse
-from coordinator.scheduler.api import Ask, Message, SchedulerApi, Stop, Turn
+from coordinator.scheduler.api import Call, SchedulerApi, Stop, Turn
 from coordinator.scheduler.submission import Submissions
 from coordinator.scheduler.worker_registry import WorkerRegistry
 from coordinator.state import events
@@ -45,7 +45,6 @@ from coordinator.turn.request_table import RequestTable
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
-from protocol.errors import HiSparseError
 from protocol.logs import fields, logger
 from protocol.settings import AUTO_FLOOR, CoordinatorSettings
 from protocol.sizing import page_limit
@@ -167,7 +166,7 @@ class Scheduler(SchedulerApi):
         for live in self._requests.live.values():
             if live.is_placed and live.worker in self._placement_table.workers:
                 self._begin_admission(live, self._token_log.durable(live.request_index))
-        self.tell(Effects(freed).plus(first))
+        self.tell(lambda turn: turn.take(Effects(freed), first))
         for ending in endings_of(journal_state):
             self._listener.recovered(ending)
 
@@ -183,32 +182,31 @@ class Scheduler(SchedulerApi):
     async def _tick(self) -> None:
         while True:
             await trio.sleep(TICK_S)
-            self.tell(events.Tick())
+            self.tell(_tick)
 
-    async def handle(self, batch: list[Message]) -> None:
+    async def handle(self, batch: list[Call]) -> None:
         self._journal.hold()
         try:
             await self._turn(batch)
         finally:
             self._journal.let_go()
 
-    async def _turn(self, batch: list[Message]) -> None:
-        now, tick = self._clock(), False
+    async def _turn(self, batch: list[Call]) -> None:
+        now = self._clock()
         turn, returned, self.returned = Turn(now), self.returned, []
         for word in returned:
             self._hear_request(word, turn)
-        for message in batch:
-            self._hear(message, turn)
-            tick = tick or isinstance(message, events.Tick)
+        for call in batch:
+            call(turn)
         await self._transact(turn.steps)
         self._announce_turn(turn)
-        if tick:
+        if turn.is_tick:
             self._auditor.tick(now)
             self._submissions.forget(self._requests.forget_old(now))
             self._journal.summarize_if_long()
             if self._hot_sizing is not None:
                 self._hot_sizing.look(now)
-        await self._decide(now, tick)
+        await self._decide(now, turn.is_tick)
         if self._stop is not None:
             await self._wind_up(self._stop, now)
         if self._publish is not None and self._kv_events is not None and (news := self._kv_events.take()):
@@ -237,36 +235,6 @@ class Scheduler(SchedulerApi):
                 self._dispatch.closed(request_index)
                 self._requests.end(self._requests.by_index[request_index].state)
                 self._token_log.cut(request_index)
-
-    def _hear(self, message: Message, turn: Turn) -> None:
-        match message:
-            case Ask(carry_out, reply):
-                try:
-                    turn.replies.append((reply, *carry_out(turn)))
-                except HiSparseError as error:
-                    reply.fail(error)
-            case Effects():
-                turn.take(message)
-            case events.TransferClosed(worker, epoch, placement, durable_tokens):
-                turn.take(self._dispatch.transfer_closed(worker, epoch, placement, durable_tokens))
-            case events.Starving(request_indices):
-                for entry in self._entries(request_indices):
-                    self._dispatch.starve(entry)
-            case events.PromptRows(request_indices):
-                for entry in self._entries(request_indices):
-                    turn.take(self._dispatch.prompt_rows(entry, self._token_log.durable(entry.request_index)))
-            case events.Digested(facts, chain):
-                self._dispatch.digested(facts, chain)
-            case events.WorkerDown() | events.WorkerExited():
-                self._worker_gone(message, turn)
-            case events.InventoryTaken():
-                turn.take(self._auditor.hear(message, turn.now))
-            case events.Tick():
-                return  # what follows is at the end of the turn
-
-    def _entries(self, request_indices: Int32Array) -> Iterator[RequestState]:
-        """Yield those of the requests that are live."""
-        return filter(None, map(self._placement_table.entries.get, request_indices.tolist()))
 
     def _departed(self, event: events.PlacementEnded) -> Effects:
         request_index = event.request_index
@@ -325,23 +293,6 @@ class Scheduler(SchedulerApi):
         self._prefix_reuse.stats[node].evicted_pages += pages
         self._counters.prefix_pages_evicted += pages
         self._counters.prefix_pages_evicted_lent += lent
-
-    def _worker_gone(self, message: events.WorkerDown | events.WorkerExited, turn: Turn) -> None:
-        if isinstance(message, events.WorkerExited):
-            self._registry.note_exit(message.worker, message.epoch)
-            self._refresh(self._dispatch.beside_lost((message.worker, message.epoch)))
-            turn.take(self._dispatch.worker_exited(message.worker, message.epoch, died=message.died))
-            return
-        worker = self._placement_table.workers.get(message.worker)
-        if worker is not None and worker.epoch == message.epoch:
-            self._registry.leave(worker, turn.now, exit_proved=message.proved_exit)
-            for it in self._placement_table.beside(worker):
-                self._refresh(self._placement_table.on(it.name))
-            turn.take(
-                self._dispatch.worker_down(
-                    worker, proved_exit=message.proved_exit, died=message.died, is_leaving=message.is_leaving
-                )
-            )
 
     # ---------------------------------------------------------------- decisions
 
@@ -484,3 +435,7 @@ class Scheduler(SchedulerApi):
     def _is_over(stop: Stop, lives: Sequence[RequestState], now: float) -> bool:
         """Return whether nothing is left to wait for."""
         return now >= stop.deadline or all(map(is_set_aside, lives))
+
+
+def _tick(turn: Turn) -> None:
+    turn.is_tick = True

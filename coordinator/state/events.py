@@ -2,9 +2,8 @@
 
 Who tells whom (asks go down the first column only, everything else but the call is a tell):
 
-    Gateway ──ask──► Scheduler ──call─► HostPool            Ask (scheduler/api.py)         Transact
-    WorkerLink ────► Scheduler                              Ask, WorkerDown, WorkerExited, Starving, PromptRows,
-                                                            InventoryTaken, TransferClosed
+    Gateway ──ask──► Scheduler ──call─► HostPool            Call (scheduler/api.py)        Transact
+    WorkerLink ────► Scheduler                              Call, asked or told
     WorkerLink ────► Request                                messages.Event, routed by placement
     Scheduler ─────► Request                                RequestOrder: Admitted, MemoryGiven, RetractOrder, ...
     Request ───────► WorkerPort.send                        messages.Command
@@ -23,11 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import msgspec
 
 from protocol import messages
-from protocol.arrays import Int32Array
 from protocol.units import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from coordinator.journal.records import Record, RequestFacts
+    from coordinator.journal.records import Record
     from coordinator.memory.changes import Change
     from coordinator.memory.prefix_index import Chain, Match
 
@@ -139,54 +137,6 @@ class CommandAsk(msgspec.Struct, frozen=True):
     user: str | None = None
 
 
-class WorkerDown(msgspec.Struct, frozen=True):
-    """The epoch is over: nothing it says counts any more. `proved_exit`: its process is gone, so nothing of it can
-    still touch memory (I2). `died`: it ended rather than emptied itself, and what was on it may be why. `is_leaving`:
-    it had said that it would end."""
-
-    worker: str
-    epoch: int
-    proved_exit: bool
-    died: bool = False
-    is_leaving: bool = False
-
-
-class WorkerExited(msgspec.Struct, frozen=True):
-    """Proof, after WorkerDown without one, that the process of that epoch is gone; `died` as there."""
-
-    worker: str
-    epoch: int
-    died: bool = True
-
-
-class TransferClosed(msgspec.Struct, frozen=True):
-    """A worker has let go of host pages that it let rows be written into from another node."""
-
-    worker: str
-    epoch: int
-    placement: int
-    durable_tokens: int
-
-
-class Starving(msgspec.Struct, frozen=True):
-    """Requests whose granted headroom is short. `request_indices` is int32."""
-
-    request_indices: Int32Array
-
-
-class Digested(msgspec.Struct, frozen=True):
-    """The digests of a prompt that an earlier incarnation has accepted."""
-
-    facts: RequestFacts
-    chain: Chain
-
-
-class PromptRows(msgspec.Struct, frozen=True):
-    """More full pages of the prompts of these requests are durable, while they are being computed."""
-
-    request_indices: Int32Array
-
-
 class Stage(Enum):
     """Progress of a placement, as far as the ledger cares."""
 
@@ -241,16 +191,6 @@ class WorkerSend(NamedTuple):
 class AddressedOrder(NamedTuple):
     request_index: int
     event: RequestOrder
-
-
-class InventoryTaken(msgspec.Struct, frozen=True):
-    worker: str
-    epoch: int
-    inventory: messages.Inventory
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """Time passed: deadlines, lazy growth, forgetting."""
 
 
 # ---------------------------------------------------------------- to a Request

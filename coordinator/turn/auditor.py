@@ -14,7 +14,7 @@ from coordinator.memory.audit import ORPHAN, STRAY, UNRELEASED, AuditRounds, Dif
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey, Ledger
 from coordinator.policy.prefix_reuse import PrefixReuse
-from coordinator.state.events import InventoryTaken, LedgerStep
+from coordinator.state.events import LedgerStep
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.request_state import RequestState
 from coordinator.state.worker_entry import WorkerEntry
@@ -24,7 +24,7 @@ from coordinator.turn.request_table import RequestTable
 from metrics.state import CoordinatorCounters
 from protocol.errors import ProtocolError
 from protocol.logs import fields, logger
-from protocol.messages import Audit, AuditedRow, DifferenceRow, Released, Withdraw
+from protocol.messages import Audit, AuditedRow, DifferenceRow, Inventory, Released, Withdraw
 from protocol.sizing import Memory
 
 #: An audit that an operator waits for is answered by then, even if some workers have not answered.
@@ -106,16 +106,15 @@ class Auditor:
 
     # ---------------------------------------------------------------- hearing
 
-    def hear(self, event: InventoryTaken, now: float) -> Effects:
+    def hear(self, key: EpochKey, inventory: Inventory, now: float) -> Effects:
         """Compare; what two audits agree on is told, counted and, where that is safe, repaired by what is returned."""
-        key, steps = (event.worker, event.epoch), list[LedgerStep]()
-        worker = self._live().get(key)
-        if worker is None or not self._rounds.expects(key, event.inventory.number):
+        worker, steps = self._live().get(key), list[LedgerStep]()
+        if worker is None or not self._rounds.expects(key, inventory.number):
             return Effects()
         self._counters.audits += 1
         ledger = self._ledgers[worker.node]
         try:
-            found = compare(ledger, key, event.inventory, self._at_ask.get(key, {}), self._is_resizing)
+            found = compare(ledger, key, inventory, self._at_ask.get(key, {}), self._is_resizing)
         except ProtocolError as error:
             log.warning("inventory dropped", extra=fields(worker=worker.name, error=error))
             return Effects()
