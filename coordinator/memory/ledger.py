@@ -167,7 +167,7 @@ class Ledger:
         return set(self._holdings)
 
     def kept_placements(self) -> set[int]:
-        """Departed placements whose pages are kept."""
+        """Ended placements whose pages are kept."""
         return {it.placement for it in self._holdings.values() if it.budget is None}
 
     def freeing(self) -> Freeing:
@@ -267,7 +267,7 @@ class Ledger:
     ) -> Int32Array:
         """Give `placement` one seat and `want` on `worker`; returns its whole page list, int32 [pages].
 
-        The list starts with the pages kept under the departed placement `take_over`, or with `share`, pages that
+        The list starts with the pages kept under the ended placement `take_over`, or with `share`, pages that
         others hold, the cache among them, and whose rows never change; `want.host_pages` fresh ones follow. Raises
         CapacityError when anything is short: then nothing changed. Idle pages have to be evicted before.
         """
@@ -301,7 +301,7 @@ class Ledger:
         """Take back GPU counts that the worker no longer uses (Resized). Host pages: see `keep`."""
         holding, budget = self._active(placement)
         if less.host_pages or less.seats or not (less.covers(NO_MEMORY) and holding.gpu.covers(less)):
-            raise InternalError(f"admission {placement} cannot give back {less} of {self.held(placement)}")
+            raise InternalError(f"placement {placement} cannot give back {less} of {self.held(placement)}")
         holding.gpu, budget.free = holding.gpu.minus(less), budget.free.plus(less)
 
     def keep(self, placement: int, pages: int) -> int:
@@ -312,7 +312,7 @@ class Ledger:
         """
         holding, budget = self._active(placement)
         if not 0 <= pages <= holding.page_count:
-            raise InternalError(f"admission {placement} cannot keep {pages} of {holding.page_count} pages")
+            raise InternalError(f"placement {placement} cannot keep {pages} of {holding.page_count} pages")
         all_pages, is_suspect = holding.all_pages(), budget.lost and not budget.exited
         self._close(holding)
         holding.pages, holding.page_count = [all_pages[:pages].copy()], pages
@@ -394,9 +394,9 @@ class Ledger:
         _demand(self.pages_cached == np.count_nonzero(self._is_cached), "cached pages are counted")
         for it in self._holdings.values():
             pages = it.all_pages()
-            _demand(pages.size == it.page_count, f"admission {it.placement} counts its pages")
-            _demand(_are_distinct(pages), f"admission {it.placement} holds a page once")
-            _demand(it.budget is not None or it.gpu == NO_MEMORY, f"admission {it.placement} has left its worker")
+            _demand(pages.size == it.page_count, f"placement {it.placement} counts its pages")
+            _demand(_are_distinct(pages), f"placement {it.placement} holds a page once")
+            _demand(it.budget is not None or it.gpu == NO_MEMORY, f"placement {it.placement} has left its worker")
             if it.budget is not None:
                 holders[it.budget.key] += it.gpu.seats
         for key, budget in self._budgets.items():
@@ -410,13 +410,13 @@ class Ledger:
     def _holding(self, placement: int) -> Holding:
         holding = self._holdings.get(placement)
         if holding is None:
-            raise InternalError(f"admission {placement} holds nothing here")
+            raise InternalError(f"placement {placement} holds nothing here")
         return holding
 
     def _active(self, placement: int) -> tuple[Holding, GpuBudget]:
         holding = self._holding(placement)
         if holding.budget is None:
-            raise InternalError(f"admission {placement} is kept: it has left its worker")
+            raise InternalError(f"placement {placement} is kept: it has left its worker")
         return holding, holding.budget
 
     def _check_fits(self, placement: int, worker: str, want: Memory) -> None:
@@ -426,13 +426,13 @@ class Ledger:
 
     def _check_new(self, placement: int, take_over: int | None, share: Int32Array, counts: Int32Array) -> None:
         if placement in self._holdings:
-            raise InternalError(f"admission {placement} holds memory already")
+            raise InternalError(f"placement {placement} holds memory already")
         if take_over is not None and self._holding(take_over).budget is not None:
-            raise InternalError(f"admission {take_over} is still on its worker")
+            raise InternalError(f"placement {take_over} is still on its worker")
         if share.size and (take_over is not None or not _are_distinct(share)):
-            raise InternalError(f"admission {placement}: shared pages must be distinct, and the first in the list")
+            raise InternalError(f"placement {placement}: shared pages must be distinct, and the first in the list")
         if share.size and _count(counts, 0):
-            raise InternalError(f"admission {placement} cannot share a free page")
+            raise InternalError(f"placement {placement} cannot share a free page")
 
     def _take(self, count: int) -> Int32Array:
         """Pop `count` free pages; the caller has checked that they are there."""

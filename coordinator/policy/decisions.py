@@ -27,7 +27,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class AdmitDecision(msgspec.Struct, frozen=True):
-    """`memory.host_pages` are fresh; those kept under the departed placement `take_over` come first, and `first_token`
+    """`memory.host_pages` are fresh; those kept under the ended placement `take_over` come first, and `first_token`
     with them: they hold `durable_tokens` rows. `decoder` names the worker for which a prompt is prefilled on another;
     on another node its rows go there by `transfer_id`. With `share`, cached pages, the list begins."""
 
@@ -54,7 +54,7 @@ class AdmitDecision(msgspec.Struct, frozen=True):
         return self.durable_tokens - self.entry.facts.part_of_prompt(self.durable_tokens)
 
 
-class GrowDecision(msgspec.Struct, frozen=True):
+class GrantDecision(msgspec.Struct, frozen=True):
     entry: RequestState
     more: Memory
 
@@ -90,7 +90,7 @@ class RetractDecision(msgspec.Struct, frozen=True):
 
 
 class DemoteDecision(msgspec.Struct, frozen=True):
-    """`placement` is the departed one under which `node` keeps its pages."""
+    """`placement` is the ended one under which `node` keeps its pages."""
 
     entry: RequestState
     node: str
@@ -99,5 +99,5 @@ class DemoteDecision(msgspec.Struct, frozen=True):
 
 
 #: Decisions whose announcement to the Request needs nothing but themselves.
-Announced: TypeAlias = GrowDecision | ResizeDecision | RetractDecision | DemoteDecision
+Announced: TypeAlias = GrantDecision | ResizeDecision | RetractDecision | DemoteDecision
 Decision: TypeAlias = AdmitDecision | Announced

@@ -65,7 +65,7 @@ from coordinator.policy.decisions import (
     Cause,
     Decision,
     DemoteDecision,
-    GrowDecision,
+    GrantDecision,
     ResizeDecision,
     RetractDecision,
     Transfer,
@@ -110,7 +110,7 @@ BELOW_FLOOR_SHARE: Final = 1 / 50
 THIN_BATCH_MAX: Final = 8
 #: Requests that one plan takes off a draining worker.
 HANDOVER_BATCH_MAX: Final = 16
-#: Kept pages whose node has no worker that can take their request on for this long are given up, if it can begin anew.
+#: A request that can begin anew is demoted once no worker on the node of its kept pages could take it for so long.
 STRANDED_LIMIT_S: Final = 60.0
 
 assert GROW_QUIET_S < STRANDED_LIMIT_S
@@ -143,7 +143,7 @@ class Policy:
         plan = _Plan(self, now)
         plan.meet_deadlines()
         if tick:
-            plan.give_up_stranded()
+            plan.demote_stranded()
             plan.keep_floors()
         plan.meet_demands()
         plan.hand_over()
@@ -198,7 +198,7 @@ class _Plan:
             if entry.decoder:
                 self._promise(entry)
             elif entry.runs and entry.resizing is None:
-                self._feed(entry, self.placement_table.workers[entry.worker])
+                self._grant_pages(entry, self.placement_table.workers[entry.worker])
         self._admit_until(at, None)
 
     def _admit_until(self, at: int, rank: Rank | None) -> int:
@@ -310,7 +310,7 @@ class _Plan:
 
     # ---------------------------------------------------------------- growth
 
-    def _feed(self, entry: RequestState, worker: WorkerEntry) -> None:
+    def _grant_pages(self, entry: RequestState, worker: WorkerEntry) -> None:
         """Grant pages to a running request that is short of them; when it is urgent, make room for it."""
         if not self.makes_output_room(entry):
             return self._retract(entry, False, Cause.OUTPUT_ROOM, "no room for more of its output")
@@ -327,23 +327,23 @@ class _Plan:
             del self.placement_table.starving[entry.request_index]
         for pages in (plenty, enough, least):
             if pages and self.free.on(worker).covers(_growth(entry, pages)):
-                return self._grow(entry, worker, pages)
+                return self._grant(entry, worker, pages)
         if least:
-            self._feed_urgently(entry, worker, least)
+            self._grant_urgently(entry, worker, least)
         return None
 
-    def _feed_urgently(self, entry: RequestState, worker: WorkerEntry, pages: int) -> None:
+    def _grant_urgently(self, entry: RequestState, worker: WorkerEntry, pages: int) -> None:
         ask = PlacementAsk(worker, pages, [], _growth(entry, pages))
         if ask.need.hot_chunks > self.free.on(worker).hot_chunks and self._become_managed(entry, worker, pages):
             return
         if self._make_room(entry, [ask]) and self.candidates.fits(ask):
-            self._grow(entry, worker, pages)
+            self._grant(entry, worker, pages)
 
-    def _grow(self, entry: RequestState, worker: WorkerEntry, pages: int) -> None:
+    def _grant(self, entry: RequestState, worker: WorkerEntry, pages: int) -> None:
         more = _growth(entry, pages)
-        self.placement_table.grow(entry, more)
+        self.placement_table.grant(entry, more)
         self.free.take(worker, more)
-        self.decisions.append(GrowDecision(entry, more))
+        self.decisions.append(GrantDecision(entry, more))
 
     def _become_managed(self, entry: RequestState, worker: WorkerEntry, pages: int) -> bool:
         """A resident that runs out of chunks shrinks itself, unless a larger one can."""
@@ -540,7 +540,7 @@ class _Plan:
         if above and self.free.on(worker).hot_chunks - (above[0].hot_chunks - entry.chunks) >= reserve:
             self._resize(entry, worker, above[0])
 
-    def give_up_stranded(self) -> None:
+    def demote_stranded(self) -> None:
         """Kept pages tie a request to their node. Without a worker there to decode it for long, let it be prefilled
         again, where that can be. Its own node may do that too: pages of a prompt that was to be decoded on another
         lie there."""

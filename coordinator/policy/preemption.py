@@ -31,7 +31,7 @@ class Preemption:
 
     @property
     def cost(self) -> tuple[int, int, int, int]:
-        """Cost to compare remedies by: prefills repeated, index reloads, rows given up, hot rows lost."""
+        """Cost to compare remedies by: prefills repeated, index reloads, requests demoted, hot rows lost."""
         return len(self.drop), len(self.retract), len(self.demote), len(self.shrink)
 
 

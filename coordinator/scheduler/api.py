@@ -519,7 +519,7 @@ class SchedulerApi(Actor[Call]):
         self.tell(end)
 
     def on_event(self, worker: str, epoch: int, event: messages.Event) -> None:
-        """Route a worker's event to its Request. A placement that has departed, or is another worker's: dropped.
+        """Route a worker's event to its Request. A placement that has ended, or is another worker's: dropped.
 
         Raises ProtocolError when one request is flooded: the worker is broken.
         """

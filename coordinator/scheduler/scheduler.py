@@ -19,7 +19,7 @@ from typing import Final
 import trio
 
 from coordinator.journal.journal import DONE, Commit, Journal, NoJournal
-from coordinator.journal.records import PoolOpened, Record, RequestDeparted
+from coordinator.journal.records import PoolOpened, Record, RequestPlacementEnded
 from coordinator.memory.changes import GIVING
 from coordinator.memory.host_pool import HostPool
 from coordinator.memory.kv_events import KvEvent, KvEvents
@@ -229,17 +229,17 @@ class Scheduler(SchedulerApi):
                 turn.take(self._dispatch.progressed(word))
             case events.PlacementEnded():
                 self._requests.end_placement(word.placement)
-                turn.take(self._departed(word))
+                turn.take(self._placement_ended(word))
                 self._requests.keep_warm_start(self._requests.by_index[word.request_index].state, word.warm_start)
             case events.Ending(request_index):
                 self._dispatch.closed(request_index)
                 self._requests.end(self._requests.by_index[request_index].state)
                 self._token_log.cut(request_index)
 
-    def _departed(self, event: events.PlacementEnded) -> Effects:
+    def _placement_ended(self, event: events.PlacementEnded) -> Effects:
         request_index = event.request_index
         tokens = partial(self._tokens_of, request_index)
-        return self._dispatch.departed(event, self._token_log.length(request_index), tokens)
+        return self._dispatch.placement_ended(event, self._token_log.length(request_index), tokens)
 
     def _tokens_of(self, request_index: int) -> bytes:
         """Its prompt and its output, int32."""
@@ -267,9 +267,9 @@ class Scheduler(SchedulerApi):
             self._pools[hello.node].close()
         for entry in [entry for entry in self._placement_table.kept.values() if entry.node == hello.node]:
             self._placement_table.demote(entry)
-            self._journal.append([RequestDeparted(entry.request_index, 0)])
+            self._journal.append([RequestPlacementEnded(entry.request_index, 0)])
             self._tell(
-                AddressedOrder(entry.request_index, events.RowsGivenUp(f"the host pool of {hello.node} is gone"))
+                AddressedOrder(entry.request_index, events.DemoteOrder(f"the host pool of {hello.node} is gone"))
             )
         for inbound in [inbound for inbound in self._placement_table.transfers.values() if inbound.node == hello.node]:
             for tell in self._dispatch.close_transfer(inbound, f"the pool of {hello.node} is gone", is_lost=True).tells:
@@ -347,7 +347,7 @@ class Scheduler(SchedulerApi):
             case decisions.AdmitDecision():
                 self._tell(self._admit(decision, pages))
                 return
-            case decisions.GrowDecision(entry):
+            case decisions.GrantDecision(entry):
                 self._token_log.grant(entry.request_index, self._granted_tokens(entry))
             case decisions.RetractDecision(_, keep, cause):
                 self._counters.retractions["keep" if keep else "drop", cause.value] += 1

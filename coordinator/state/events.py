@@ -5,7 +5,7 @@ Who tells whom (asks go down the first column only, everything else but the call
     Gateway ──ask──► Scheduler ──call─► HostPool            Call (scheduler/api.py)        Transact
     WorkerLink ────► Scheduler                              Call, asked or told
     WorkerLink ────► Request                                messages.Event, routed by placement
-    Scheduler ─────► Request                                RequestOrder: Admitted, MemoryGiven, RetractOrder, ...
+    Scheduler ─────► Request                                RequestOrder: Admitted, GrantOrder, RetractOrder, ...
     Request ───────► WorkerPort.send                        messages.Command
 
 A step of a Request returns Words, which the Scheduler's next turn hears first.
@@ -205,7 +205,7 @@ class Admitted(msgspec.Struct, frozen=True):
     reason: str
 
 
-class MemoryGiven(msgspec.Struct, frozen=True):
+class GrantOrder(msgspec.Struct, frozen=True):
     """More memory, or another hot size, was reserved and committed: send `command`."""
 
     command: messages.Grant | messages.Resize
@@ -224,8 +224,8 @@ class ResumeOrder(msgspec.Struct, frozen=True):
     reason: str
 
 
-class RowsGivenUp(msgspec.Struct, frozen=True):
-    """The rows kept in host memory were given up."""
+class DemoteOrder(msgspec.Struct, frozen=True):
+    """The rows kept in host memory are gone."""
 
     reason: str
 
@@ -269,10 +269,10 @@ class PlacementAdopted(msgspec.Struct, frozen=True):
 
 RequestOrder: TypeAlias = (
     Admitted
-    | MemoryGiven
+    | GrantOrder
     | RetractOrder
     | ResumeOrder
-    | RowsGivenUp
+    | DemoteOrder
     | StillWaits
     | EndOrder
     | WorkerLost

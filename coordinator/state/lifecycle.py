@@ -45,7 +45,7 @@ class EventKind(StrEnum):
     ENDED = "ended"  # Finished or Faulted
     RELEASED = "released"
     ADMITTED = "admitted"
-    GIVEN = "given"  # more memory, another hot size
+    GRANTED = "granted"  # more memory, another hot size
     RETRACT = "retract"
     RESUME = "resume"
     DEMOTED = "demoted"
@@ -77,7 +77,7 @@ Target: TypeAlias = State | Resolve
 _ON_WORKER: Final[dict[EventKind, Target]] = {
     EventKind.PARKED: SAME,
     EventKind.RESIZED: SAME,
-    EventKind.GIVEN: SAME,
+    EventKind.GRANTED: SAME,
     EventKind.RETRACT: State.RETRACTING,
     EventKind.RESUME: SAME,
     EventKind.ENDED: State.RELEASING,
@@ -94,7 +94,7 @@ _LEAVING: Final[dict[EventKind, Target]] = {
 }
 _WAITING: Final[dict[EventKind, Target]] = {
     EventKind.ADMITTED: START,
-    EventKind.GIVEN: SAME,
+    EventKind.GRANTED: SAME,
     EventKind.RETRACT: WAIT,
     EventKind.RESUME: WAIT,
     EventKind.DEMOTED: WAIT,
@@ -102,7 +102,7 @@ _WAITING: Final[dict[EventKind, Target]] = {
     EventKind.END: OUTCOME,
 }
 _OVER: Final[dict[EventKind, Target]] = {
-    EventKind.GIVEN: SAME,
+    EventKind.GRANTED: SAME,
     EventKind.RETRACT: SAME,
     EventKind.RESUME: SAME,
     EventKind.DEMOTED: SAME,

@@ -134,7 +134,7 @@ class PlacementTable:
         self, entry: RequestState, inbound: InboundTransfer, kept_tokens: int, first_token: FirstToken
     ) -> None:
         """It is off its worker, and what it keeps is where its transfer is."""
-        self.depart(entry, kept_tokens, inbound.pages, first_token)
+        self.end_placement(entry, kept_tokens, inbound.pages, first_token)
         entry.node, entry.placement = inbound.node, inbound.placement
 
     def transfers_to(self, worker: str, epoch: int) -> list[InboundTransfer]:
@@ -145,7 +145,7 @@ class PlacementTable:
         """Its prompt is in host pages."""
         self.computing.pop(entry.request_index, None)
 
-    def grow(self, entry: RequestState, more: Memory) -> None:
+    def grant(self, entry: RequestState, more: Memory) -> None:
         entry.pages += more.host_pages
         entry.hot = HotSize(entry.hot.hot_slots, entry.hot.hot_chunks + more.hot_chunks)
         self.starving.pop(entry.request_index, None)
@@ -178,7 +178,7 @@ class PlacementTable:
         if worker := self.workers.get(entry.worker):
             worker.leaving[entry.request_index] = entry
 
-    def depart(
+    def end_placement(
         self, entry: RequestState, kept_tokens: int, kept_pages: int, first_token: FirstToken = NO_TOKEN
     ) -> None:
         """It is off its worker, and waits again unless it is to end: on its node if it keeps pages."""
@@ -264,7 +264,7 @@ class PlacementTable:
         return entry
 
     def recover_kept(self, entry: RequestState, placed: RequestPlaced, pages: int) -> None:
-        """It keeps `pages` of a departed placement."""
+        """It keeps `pages` of an ended placement."""
         entry.node, entry.placement, entry.prefills_only = placed.node, placed.placement, placed.prefills_only
         entry.pages = pages
         self.kept[entry.request_index] = entry

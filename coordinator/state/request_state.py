@@ -26,9 +26,10 @@ from coordinator.journal.state import RequestRecord
 from coordinator.memory.prefix_index import Chain, Match
 from coordinator.state.events import (
     Admitted,
+    DemoteOrder,
     Ending,
     EndOrder,
-    MemoryGiven,
+    GrantOrder,
     PlacementAdopted,
     PlacementEnded,
     PlacementProgressed,
@@ -36,7 +37,6 @@ from coordinator.state.events import (
     RequestOrder,
     ResumeOrder,
     RetractOrder,
-    RowsGivenUp,
     Stage,
     StillWaits,
     WorkerLost,
@@ -413,7 +413,7 @@ class RequestState(RequestRecord):
     def _released(self, event: messages.Released, target: Target, rows: Rows, now: float) -> list[Action]:
         first_token = messages.NO_TOKEN if rows.generated else event.first_token
         durable, warm_start, own = event.durable_tokens, event.warm_start, self.own_tokens
-        return self._depart(
+        return self._end_placement(
             EventKind.RELEASED, target, durable, rows, now, first_token=first_token, warm_start=warm_start, own=own
         )
 
@@ -422,7 +422,7 @@ class RequestState(RequestRecord):
         after them, whose rows are therefore computed again."""
         durable = rows.durable if event.proved_exit else rows.durable // PAGE_TOKENS * PAGE_TOKENS
         own = self._own_after_loss(rows, event.unit_tokens)
-        return self._depart(EventKind.LOST, target, durable, rows, now, event.reason, own=own)
+        return self._end_placement(EventKind.LOST, target, durable, rows, now, event.reason, own=own)
 
     def _own_after_loss(self, rows: Rows, unit_tokens: int) -> int:
         """Rows of its prompt, and not all, that it keeps where decoding cannot go on from what is durable. Of a prompt
@@ -433,7 +433,7 @@ class RequestState(RequestRecord):
         durable = prompt if self.is_staged else own if self.staging else max(own, rows.durable)
         return min(durable, prompt - 1) // unit_tokens * unit_tokens
 
-    def _depart(
+    def _end_placement(
         self,
         kind: EventKind,
         target: Target,
@@ -455,7 +455,7 @@ class RequestState(RequestRecord):
         warm_start = warm_start if resumes else b""
         has_failed = target is OUTCOME and self.outcome is State.FAILED
         cacheable = durable if kind is EventKind.LOST else max(durable, rows.durable)
-        departed = PlacementEnded(
+        ended = PlacementEnded(
             self.facts.request_index,
             self.placement,
             self.kept_tokens,
@@ -465,9 +465,9 @@ class RequestState(RequestRecord):
             has_failed and self.cause in SUSPECT_CAUSES,
         )
         if target is OUTCOME:
-            return [departed, *self._end(kind, rows, now)]
+            return [ended, *self._end(kind, rows, now)]
         self._move(target, now, kind, reason or self._rows_kept())
-        return [departed]
+        return [ended]
 
     def _adopted(self, event: PlacementAdopted, _: Target, __: Rows, now: float) -> list[Action]:
         """Its worker may never have heard that it is to leave, nor of its last grant."""
@@ -488,7 +488,7 @@ class RequestState(RequestRecord):
         self._move(target, now, EventKind.ADMITTED, event.reason)
         return [event.command]
 
-    def _given(self, event: MemoryGiven, _: Target, __: Rows, now: float) -> list[Action]:
+    def _granted(self, event: GrantOrder, _: Target, __: Rows, now: float) -> list[Action]:
         """Sent unless the request is leaving or has left: then the memory goes back with the rest."""
         command = event.command
         if self.state not in STAYING or command.placement != self.placement:
@@ -518,7 +518,7 @@ class RequestState(RequestRecord):
             self._move(target, now, EventKind.RESUME, event.reason)
         return []
 
-    def _demoted(self, event: RowsGivenUp, target: Target, _: Rows, now: float) -> list[Action]:
+    def _demoted(self, event: DemoteOrder, target: Target, _: Rows, now: float) -> list[Action]:
         if self.state in WAITING:
             self._move(target, now, EventKind.DEMOTED, event.reason)
         return []
@@ -619,10 +619,10 @@ _HANDLERS: Final[dict[type, tuple[EventKind, Handler]]] = {
     messages.Faulted: (EventKind.ENDED, RequestState._faulted),
     messages.Released: (EventKind.RELEASED, RequestState._released),
     Admitted: (EventKind.ADMITTED, RequestState._admitted),
-    MemoryGiven: (EventKind.GIVEN, RequestState._given),
+    GrantOrder: (EventKind.GRANTED, RequestState._granted),
     RetractOrder: (EventKind.RETRACT, RequestState._retract),
     ResumeOrder: (EventKind.RESUME, RequestState._resume),
-    RowsGivenUp: (EventKind.DEMOTED, RequestState._demoted),
+    DemoteOrder: (EventKind.DEMOTED, RequestState._demoted),
     StillWaits: (EventKind.WAITS, RequestState._still_waits),
     EndOrder: (EventKind.END, RequestState._ended),
     WorkerLost: (EventKind.LOST, RequestState._lost),

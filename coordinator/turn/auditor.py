@@ -170,7 +170,7 @@ class Auditor:
                 Released(placement, self._token_log.durable(live.request_index))
             )
         elif difference.kind in (UNRELEASED, ORPHAN):
-            note = journal.RequestDeparted(live.request_index, 0) if live is not None else None
+            note = journal.RequestPlacementEnded(live.request_index, 0) if live is not None else None
             return [LedgerStep(node, Release(placement), note)]
         return []
 

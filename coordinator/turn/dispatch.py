@@ -9,7 +9,7 @@ One turn of the Scheduler, which the tests drive without any actor:
 A ledger change comes with the fact to which it belongs (coordinator.journal.records): both are written down together.
 
 A Request is the owner of its life cycle, the dispatch of its memory. They hear of each other's decisions late, so every
-event names its placement, and one of a placement that has departed changes nothing.
+event names its placement, and one of a placement that has ended changes nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from coordinator.policy.policy import Policy
 from coordinator.policy.prefix_reuse import OFF, PrefixReuse, own_unit
 from coordinator.state.events import (
     AddressedOrder,
+    DemoteOrder,
     EndOrder,
+    GrantOrder,
     LedgerStep,
-    MemoryGiven,
     PlacementEnded,
     PlacementProgressed,
     ResumeOrder,
     RetractOrder,
-    RowsGivenUp,
     Stage,
     WorkerLost,
     WorkerSend,
@@ -73,8 +73,8 @@ TRANSFER_PAUSE_S: Final = 0.5
 def in_transactions(steps: Sequence[LedgerStep]) -> Iterator[tuple[str, list[int]]]:
     """Nodes, and the numbers of their steps, so that each node is asked as seldom as may be.
 
-    Steps of a node keep their order, and so do the notes of a request, which lie in one journal: rows that were kept on
-    one node are given up before the request is placed on another.
+    Steps of a node keep their order, and so do the notes of a request, which lie in one journal: a request is demoted
+    on one node before it is placed on another.
     """
     by_node: dict[str, list[int]] = {}
     noted: dict[int, str] = {}
@@ -134,7 +134,7 @@ class Dispatch:
                 self.placement_table.leave(entry, frees_pages=True)
         return NOTHING
 
-    def departed(self, event: PlacementEnded, generated: int, tokens: Callable[[], bytes] = bytes) -> Effects:
+    def placement_ended(self, event: PlacementEnded, generated: int, tokens: Callable[[], bytes] = bytes) -> Effects:
         """The placement is over: keep its rows, or release everything. Full pages of rows stay in the cache either
         way. `tokens`: its prompt and its output, int32."""
         entry = self._current(event.request_index, event.placement)
@@ -147,7 +147,7 @@ class Dispatch:
             if event.is_suspect
             else self.prefix_reuse.keep_rows(entry, ledger, event.cacheable_tokens, generated, tokens)
         )
-        return Effects(cached).plus(self._departed(entry, event, generated))
+        return Effects(cached).plus(self._placement_ended(entry, event, generated))
 
     def prompt_rows(self, entry: RequestState, durable_tokens: int) -> Effects:
         """So many rows of a prompt that is being computed are durable: cache their pages, and look at who waits for
@@ -165,23 +165,23 @@ class Dispatch:
             entry.chain = chain
             self.dirty = True
 
-    def _departed(self, entry: RequestState, event: PlacementEnded, generated: int) -> Effects:
+    def _placement_ended(self, entry: RequestState, event: PlacementEnded, generated: int) -> Effects:
         if transfer_id := self.placement_table.transfer_of(entry):
-            return self._departed_sender(entry, transfer_id, event, generated)
+            return self._sender_ended(entry, transfer_id, event, generated)
         kept_tokens = 0 if entry.frees_pages else min(event.durable_tokens, entry.pages * PAGE_TOKENS)
         first_token = event.first_token if kept_tokens else NO_TOKEN
         pages = self._pages_kept(entry, kept_tokens)
         step = LedgerStep(
             entry.node,
             Keep(entry.placement, pages) if kept_tokens else Release(entry.placement),
-            journal.RequestDeparted(entry.request_index, kept_tokens, first_token),
+            journal.RequestPlacementEnded(entry.request_index, kept_tokens, first_token),
         )
         entry.generated = generated
-        self.placement_table.depart(entry, kept_tokens, pages, first_token)
+        self.placement_table.end_placement(entry, kept_tokens, pages, first_token)
         dropped = event.durable_tokens and not kept_tokens
-        return Effects((step,), (AddressedOrder(entry.request_index, RowsGivenUp("dropped")),) if dropped else ())
+        return Effects((step,), (AddressedOrder(entry.request_index, DemoteOrder("dropped")),) if dropped else ())
 
-    def _departed_sender(
+    def _sender_ended(
         self, entry: RequestState, inbound: InboundTransfer, event: PlacementEnded, generated: int
     ) -> Effects:
         """It has left the worker that was to send its rows away. They are taken for sent on that worker's word; whether
@@ -202,14 +202,14 @@ class Dispatch:
                 self.placement_table.close_transfer(inbound)
             return _effects(step)
         is_failure = not (entry.lost or entry.frees_pages or entry.is_ending)
-        step = LedgerStep(entry.node, Release(entry.placement), journal.RequestDeparted(entry.request_index, 0))
+        step = LedgerStep(entry.node, Release(entry.placement), journal.RequestPlacementEnded(entry.request_index, 0))
         tells = (
-            (AddressedOrder(entry.request_index, RowsGivenUp("its rows had not arrived")),)
+            (AddressedOrder(entry.request_index, DemoteOrder("its rows had not arrived")),)
             if event.durable_tokens
             else ()
         )
         suspect = self.prefix_reuse.distrust_pages(entry, self.policy.ledgers[entry.node]) if is_failure else ()
-        self.placement_table.depart(entry, 0, 0)
+        self.placement_table.end_placement(entry, 0, 0)
         effects = self.revoke(inbound)
         effects = Effects((*suspect, step, *effects.steps), tells, effects.sends)
         if not is_failure:
@@ -260,15 +260,15 @@ class Dispatch:
         return released if entry is None else self._transfer_failed(entry, released, reason, is_lost=is_lost)
 
     def _transfer_failed(self, entry: RequestState, released: Effects, reason: str, *, is_lost: bool) -> Effects:
-        """Its worker is told to leave, or what was taken for sent is given up."""
+        """Its worker is told to leave, or a request whose rows were taken for sent is demoted."""
         if entry.worker:
             self.placement_table.leave(entry, frees_pages=True)
             effects = released._replace(tells=(AddressedOrder(entry.request_index, RetractOrder(False, reason)),))
         else:
             self.placement_table.demote(entry)
-            note = journal.RequestDeparted(entry.request_index, 0)
+            note = journal.RequestPlacementEnded(entry.request_index, 0)
             effects = Effects(
-                (released.steps[0]._replace(note=note),), (AddressedOrder(entry.request_index, RowsGivenUp(reason)),)
+                (released.steps[0]._replace(note=note),), (AddressedOrder(entry.request_index, DemoteOrder(reason)),)
             )
         if is_lost or entry.is_ending:
             return effects
@@ -367,7 +367,7 @@ class Dispatch:
         if entry.worker:
             self.placement_table.leave(entry, frees_pages=not keep)
             return Effects((), (tell,))
-        return NOTHING._replace(tells=(tell,)) if keep else self._give_up(entry, reason, tell)
+        return NOTHING._replace(tells=(tell,)) if keep else self._demote(entry, reason, tell)
 
     def resume(self, entry: RequestState, reason: str) -> Effects:
         self._hold(entry, False)
@@ -386,7 +386,7 @@ class Dispatch:
         if entry.worker:
             self.placement_table.leave(entry, frees_pages=True)
             return Effects((), (tell,))
-        return self._give_up(entry, reason, tell)
+        return self._demote(entry, reason, tell)
 
     def force(self, entry: RequestState, hot_slots: int) -> Effects:
         self.placement_table.force(entry, hot_slots)
@@ -397,17 +397,17 @@ class Dispatch:
         self.placement_table.drain(worker, drain)
         self.dirty = True
 
-    def _give_up(self, entry: RequestState, reason: str, tell: AddressedOrder) -> Effects:
+    def _demote(self, entry: RequestState, reason: str, tell: AddressedOrder) -> Effects:
         """A waiting request loses what it keeps."""
         if not entry.pages:
             return Effects((), (tell,))
         if transfer_id := self.placement_table.transfer_of(entry):
             effects = self.revoke(transfer_id)
             self.placement_table.demote(entry)
-            return effects._replace(tells=(tell, AddressedOrder(entry.request_index, RowsGivenUp(reason))))
-        step = LedgerStep(entry.node, Release(entry.placement), journal.RequestDeparted(entry.request_index, 0))
+            return effects._replace(tells=(tell, AddressedOrder(entry.request_index, DemoteOrder(reason))))
+        step = LedgerStep(entry.node, Release(entry.placement), journal.RequestPlacementEnded(entry.request_index, 0))
         self.placement_table.demote(entry)
-        return Effects((step,), (tell, AddressedOrder(entry.request_index, RowsGivenUp(reason))))
+        return Effects((step,), (tell, AddressedOrder(entry.request_index, DemoteOrder(reason))))
 
     # ---------------------------------------------------------------- decisions
 
@@ -433,12 +433,12 @@ class Dispatch:
                 return LedgerStep(
                     worker.node, Reserve(placement, worker.name, memory, take_over, share.tobytes()), placed
                 )
-            case decisions.GrowDecision(entry, more):
+            case decisions.GrantDecision(entry, more):
                 return LedgerStep(entry.node, Extend(entry.placement, more))
             case decisions.ResizeDecision(entry, _, more) if more:
                 return LedgerStep(entry.node, Extend(entry.placement, Memory(hot_chunks=more)))
             case decisions.DemoteDecision(entry, node, placement):
-                return LedgerStep(node, Release(placement), journal.RequestDeparted(entry.request_index, 0))
+                return LedgerStep(node, Release(placement), journal.RequestPlacementEnded(entry.request_index, 0))
         return None
 
     @staticmethod
@@ -452,7 +452,7 @@ class Dispatch:
 
     @staticmethod
     def told(
-        decision: decisions.GrowDecision
+        decision: decisions.GrantDecision
         | decisions.ResizeDecision
         | decisions.RetractDecision
         | decisions.DemoteDecision,
@@ -464,17 +464,17 @@ class Dispatch:
         """
         entry = decision.entry
         match decision:
-            case decisions.GrowDecision(_, more):
+            case decisions.GrantDecision(_, more):
                 grant = Grant(entry.placement, pages.tobytes(), more.index_pages, more.hot_chunks)
-                return AddressedOrder(entry.request_index, MemoryGiven(grant))
+                return AddressedOrder(entry.request_index, GrantOrder(grant))
             case decisions.ResizeDecision(_, hot_size):
                 return AddressedOrder(
-                    entry.request_index, MemoryGiven(Resize(entry.placement, hot_size.hot_slots, hot_size.hot_chunks))
+                    entry.request_index, GrantOrder(Resize(entry.placement, hot_size.hot_slots, hot_size.hot_chunks))
                 )
             case decisions.RetractDecision(_, keep, _, reason):
                 return AddressedOrder(entry.request_index, RetractOrder(keep, reason))
             case decisions.DemoteDecision():
-                return AddressedOrder(entry.request_index, RowsGivenUp(decision.reason))
+                return AddressedOrder(entry.request_index, DemoteOrder(decision.reason))
 
     def _current(self, request_index: int, placement: int) -> RequestState | None:
         entry = self.placement_table.entries.get(request_index)

@@ -6,7 +6,7 @@ now follows.
                                               back and the journal does not have is taken back; a wish that it leave is
                                               said again
     yes                    no                 its Admit never arrived, or its Released did and what follows was lost:
-                                              departed
+                                              its placement has ended
     no                     released           it left before, and only the acknowledgement was lost: nothing
     no                     held               the journal has lost something: the epoch is not to be trusted
 
@@ -53,7 +53,7 @@ def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Inventory
     parts = [
         _adopt(dispatch, entry, held[entry.placement], ledger)
         if entry.placement in held
-        else _depart(dispatch, entry, worker)
+        else _end_placement(dispatch, entry, worker)
         for entry in entries
     ]
     parts += [_adopt_transfer(dispatch, inbound, held.get(inbound.placement)) for inbound in transfers]
@@ -90,7 +90,7 @@ def _more_chunks(it: InventoryRow, missing_pages: int) -> int:
     return missing_pages if it.hot_slots == RESIDENT else 0
 
 
-def _depart(dispatch: Dispatch, entry: RequestState, worker: WorkerEntry) -> Effects:
+def _end_placement(dispatch: Dispatch, entry: RequestState, worker: WorkerEntry) -> Effects:
     dispatch.placement_table.leave(entry, frees_pages=entry.frees_pages)
     unit = own_unit(worker.model, worker.capacity)
     lost = WorkerLost(entry.placement, True, f"{worker.name} has it no more", unit)

@@ -6,7 +6,7 @@ caller makes the actors.
     waiting, or with kept pages      the same; if its end was decided, it ends now
     on a worker of a live epoch      on that worker, which is *awaited*: its inventory will say how far it has come
                                      (coordinator.turn.reconciliation). Workers decode on meanwhile
-    on a worker of a lost epoch      departed: what the earlier incarnation had begun is finished
+    on a worker of a lost epoch      off that worker: what the earlier incarnation had begun is finished
 
 Holdings of a ledger that are no placement of a request, and are kept by none, are transfers
 (coordinator.state.worker_entry): of the request whose rows are on their way there, or of no request. They go on, or are
@@ -187,7 +187,7 @@ def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Pl
         or record.placed.placement in place.dispatch.placement_table.transfers
     ):
         return Effects()
-    note = journal.RequestDeparted(facts.request_index, 0)
+    note = journal.RequestPlacementEnded(facts.request_index, 0)
     return Effects((LedgerStep(record.placed.node, Release(record.placed.placement), note),))
 
 

@@ -181,7 +181,7 @@ class RequestTable:
     # ---------------------------------------------------------------- lookups
 
     def admitted(self, worker: str, epoch: int, placement: int) -> RequestState | None:
-        """Return the request whose placement it is; None when it has departed or is another worker's."""
+        """Return the request whose placement it is; None when it has ended or is another worker's."""
         live = self.by_placement.get(placement)
         placed = live.placed if live is not None else None
         return live if placed is not None and (placed.epoch, placed.worker) == (epoch, worker) else None

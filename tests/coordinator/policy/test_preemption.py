@@ -35,7 +35,7 @@ class Stage:
         if kept:
             self.place(entry, HotSize(RESIDENT, kept), kept)
             self.placement_table.leave(entry, frees_pages=False)
-            self.placement_table.depart(entry, kept * 64, kept)
+            self.placement_table.end_placement(entry, kept * 64, kept)
         self.placement_table.hold(entry, held)
         return entry
 

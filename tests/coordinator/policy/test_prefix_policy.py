@@ -127,7 +127,7 @@ class Planner:
         self.table.leave(entry, frees_pages=True)
         entry.state = State.FAILED if is_suspect else State.FINISHED
         ended = PlacementEnded(entry.request_index, entry.placement, 0, -1, b"", cacheable, is_suspect)
-        self.take(self.dispatch.departed(ended, 0))
+        self.take(self.dispatch.placement_ended(ended, 0))
         self.check()
 
     def cached_by(self, number: int, contents: str, **about: str) -> None:
@@ -420,7 +420,7 @@ def test_kept_pages_of_a_distrusted_epoch_do_not_enter_under_the_name_of_the_nex
     assert poison.is_ending
     assert len(index) == 0
     lost = PlacementEnded(0, beside.placement, kept_tokens, cacheable_tokens=kept_tokens)
-    planner.take(planner.dispatch.departed(lost, 1))
+    planner.take(planner.dispatch.placement_ended(lost, 1))
     planner.add_worker("w1", "n0")
     assert planner.admitted()[0].take_over is not None
     planner.stage(beside)

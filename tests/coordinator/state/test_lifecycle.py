@@ -10,14 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from basics.request_states import ACTIVE, TERMINAL, WAITING, State
 from coordinator.state.events import (
     Admitted,
+    DemoteOrder,
     Ending,
     EndOrder,
+    GrantOrder,
     LinkStats,
-    MemoryGiven,
     PlacementEnded,
     PlacementProgressed,
     RequestCommand,
-    RowsGivenUp,
     Stage,
     WorkerLost,
 )
@@ -275,14 +275,14 @@ def test_own_pages_outlive_a_second_placement_that_does_not_come_further(by_step
     else:
         history.tell(retract(True, False, "GPU pressure"), messages.Released(2, 0))
     assert (history.request.state, history.request.kept_tokens) == (State.RETRACTED, 64)
-    history.tell(retract(False, False, "host pages"), RowsGivenUp("dropped"))
+    history.tell(retract(False, False, "host pages"), DemoteOrder("dropped"))
     assert (history.request.state, history.request.kept_tokens) == (State.QUEUED, 0)
 
 
 def test_memory_granted_to_a_leaving_request_is_not_announced() -> None:
     history = History()
     history.run()
-    grant = MemoryGiven(messages.Grant(1, b"", 1, 0))
+    grant = GrantOrder(messages.Grant(1, b"", 1, 0))
     assert history.tell(grant) == [grant.command]
     history.tell(EndOrder("ABORTED", "by client"))
     assert history.tell(grant) == []
@@ -293,7 +293,7 @@ def test_history_is_bounded_and_names_dropped_lines() -> None:
     history = History()
     history.run()
     for _ in range(200):
-        history.tell(messages.Parked(1), MemoryGiven(messages.Grant(1, b"", 1, 0)))
+        history.tell(messages.Parked(1), GrantOrder(messages.Grant(1, b"", 1, 0)))
     lines = history.request.history()
     assert len(lines) == HISTORY_LINES_MAX + 1
     assert lines[0].event == "submitted"
@@ -305,7 +305,7 @@ def test_repeated_worker_event_counts_once() -> None:
     history = History()
     history.run()
     assert history.tell(messages.Parked(1), messages.Parked(1)) == [PlacementProgressed(3, 1, Stage.PARKED)]
-    history.tell(MemoryGiven(messages.Resize(1, 128, 3)))
+    history.tell(GrantOrder(messages.Resize(1, 128, 3)))
     with pytest.raises(IllegalEventError):
         history.tell(messages.Resized(1, 128, 5))
     assert history.tell(messages.Resized(1, 128, 3)) == [PlacementProgressed(3, 1, Stage.RESIZED)]
@@ -316,7 +316,7 @@ def test_repeated_worker_event_counts_once() -> None:
 
 
 @pytest.mark.parametrize("event", [messages.Started(1), messages.Released(1, 0)])
-def test_event_of_a_departed_placement_is_ignored(event: messages.Event) -> None:
+def test_event_of_an_ended_placement_is_ignored(event: messages.Event) -> None:
     history = History()
     history.run()
     history.tell(WorkerLost(1, False, "gone"))
@@ -453,11 +453,11 @@ class LifecycleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.request.state not in ACTIVE)
     @rule()
     def demoted(self) -> None:
-        self.tell(RowsGivenUp("host pages"))
+        self.tell(DemoteOrder("host pages"))
 
     @rule()
     def given(self) -> None:
-        self.tell(MemoryGiven(messages.Grant(self.placements, b"", 1, 1)))
+        self.tell(GrantOrder(messages.Grant(self.placements, b"", 1, 1)))
 
     @rule(proved=st.booleans())
     def lost(self, proved: bool) -> None:
@@ -480,19 +480,19 @@ class LifecycleMachine(RuleBasedStateMachine):
         assert not endings or endings[0].outcome == self.request.state
 
     @invariant()
-    def every_admission_is_withdrawn_and_departs_at_most_once(self) -> None:
-        """I2: memory goes back on one Departed, after which nothing is sent to that admission."""
-        departed: set[int] = set()
+    def every_placement_is_withdrawn_and_ends_at_most_once(self) -> None:
+        """I2: memory goes back on one PlacementEnded, after which nothing is sent to that placement."""
+        ended: set[int] = set()
         withdrawn: set[int] = set()
         for action in self.done:
             if isinstance(action, PlacementEnded):
-                assert action.placement not in departed
-                departed.add(action.placement)
+                assert action.placement not in ended
+                ended.add(action.placement)
             elif isinstance(action, messages.Withdraw | messages.Grant | messages.Admit):
-                assert action.placement not in departed | withdrawn
+                assert action.placement not in ended | withdrawn
             if isinstance(action, messages.Withdraw):
                 withdrawn.add(action.placement)
-        assert self.placements - len(departed) == (self.request.state in ACTIVE)
+        assert self.placements - len(ended) == (self.request.state in ACTIVE)
 
 
 TestLifecycleMachine = LifecycleMachine.TestCase

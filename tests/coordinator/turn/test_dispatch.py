@@ -11,12 +11,12 @@ from coordinator.memory.ledger import Ledger
 from coordinator.policy.decisions import AdmitDecision, DemoteDecision
 from coordinator.policy.policy import STRANDED_LIMIT_S
 from coordinator.state.events import (
+    DemoteOrder,
     EndOrder,
     LedgerStep,
     PlacementEnded,
     PlacementProgressed,
     RetractOrder,
-    RowsGivenUp,
     Stage,
     WorkerLost,
 )
@@ -56,9 +56,9 @@ class Desk:
         self.ledger.check_invariants()
         return heard
 
-    def depart(self, durable_tokens: int, state: State = State.RETRACTED) -> Effects:
+    def end_placement(self, durable_tokens: int, state: State = State.RETRACTED) -> Effects:
         self.entry.state = state
-        return self.hear(self.dispatch.departed(PlacementEnded(7, self.entry.placement, durable_tokens), 40))
+        return self.hear(self.dispatch.placement_ended(PlacementEnded(7, self.entry.placement, durable_tokens), 40))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def steps(heard: Effects) -> list[object]:
 def test_durable_rows_are_kept(desk: Desk) -> None:
     """SGLang #40729, #33385: a retraction keeps what has reached the host, and coming back starts there."""
     placement = desk.entry.placement
-    assert steps(desk.depart(130)) == [Keep(placement, 3)]
+    assert steps(desk.end_placement(130)) == [Keep(placement, 3)]
     assert (desk.entry.waits, desk.entry.pages, desk.entry.generated) == (True, 3, 40)
     (again,) = desk.settle()
     assert isinstance(again, AdmitDecision)
@@ -87,7 +87,7 @@ def test_request_begins_again_with_its_own_pages(desk: Desk, deterministic: bool
     placement = desk.entry.placement
     own = desk.ledger.pages_of(placement)[:1].tolist()
     desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=False))
-    assert steps(desk.depart(64)) == [Keep(placement, 1)]
+    assert steps(desk.end_placement(64)) == [Keep(placement, 1)]
     desk.hear(desk.dispatch.worker_up(WorkerEntry("w0", "n0", 2, capacity(), MODEL, FakePort())))
     (again,) = desk.settle()
     assert isinstance(again, AdmitDecision)
@@ -101,7 +101,7 @@ def test_request_begins_again_with_its_own_pages(desk: Desk, deterministic: bool
 def test_own_pages_that_are_no_whole_chunk_wait_to_be_given_up(desk: Desk) -> None:
     """A request of deterministic mode begins anew in the end, when workers came back with larger prompt blocks."""
     desk.dispatch.prefix_reuse.with_generated, desk.dispatch.prefix_reuse.unit_tokens = False, 128
-    desk.depart(64)
+    desk.end_placement(64)
     assert desk.settle() == []
     desk.dispatch.plan(0.0, tick=True)
     assert DemoteDecision in map(type, desk.dispatch.plan(STRANDED_LIMIT_S, tick=True))
@@ -109,15 +109,15 @@ def test_own_pages_that_are_no_whole_chunk_wait_to_be_given_up(desk: Desk) -> No
 
 def test_more_rows_than_pages_are_refused(desk: Desk) -> None:
     pages = desk.entry.pages
-    desk.depart(10**9)
+    desk.end_placement(10**9)
     assert (desk.entry.pages, desk.entry.kept_tokens) == (pages, pages * 64)
 
 
 def test_ended_request_of_a_lost_worker_is_not_placed_again(desk: Desk) -> None:
-    """The Request heard of the loss first, so it departs to wait; its Closed comes when its end is in the journal."""
+    """The Request heard of the loss first, so its placement ends; its Ending comes when its end is in the journal."""
     desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=True))
     desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "operator"))
-    desk.depart(130)
+    desk.end_placement(130)
     desk.hear(desk.dispatch.worker_up(WorkerEntry("w0", "n0", 2, capacity(), MODEL, FakePort())))
     assert desk.settle() == []
     assert (desk.entry.worker, desk.entry.waits, desk.ledger.pages_free) == ("", False, 32)
@@ -129,48 +129,48 @@ def test_operator_drop_holds_after_late_departure(desk: Desk) -> None:
     """The Request kept its rows, not having heard yet; the memory goes, and it is told."""
     placement = desk.entry.placement
     desk.hear(desk.dispatch.retract(desk.entry, keep=False, hold=True, reason="operator"))
-    heard = desk.depart(130)
+    heard = desk.end_placement(130)
     assert steps(heard) == [Release(placement)]
-    assert [tell.event for tell in heard.tells] == [RowsGivenUp("dropped")]
+    assert [tell.event for tell in heard.tells] == [DemoteOrder("dropped")]
     assert desk.ledger.pages_free == 32
     assert desk.entry.ordered.held
     assert desk.settle() == []
 
 
 def test_ended_request_is_not_placed_again(desk: Desk) -> None:
-    """I5: Departed and Closed may come in different turns."""
-    desk.depart(0, State.FINISHED)
+    """I5: PlacementEnded and Ending may come in different turns."""
+    desk.end_placement(0, State.FINISHED)
     assert desk.settle() == []
     desk.dispatch.closed(7)
     assert desk.dispatch.placement_table.entries == {}
 
 
-@pytest.mark.parametrize("departed", [True, False], ids=["departed", "admitted again"])
-def test_events_of_a_departed_placement_change_nothing(desk: Desk, departed: bool) -> None:
+@pytest.mark.parametrize("is_ended", [True, False], ids=["ended", "admitted again"])
+def test_events_of_an_ended_placement_change_nothing(desk: Desk, is_ended: bool) -> None:
     old = desk.entry.placement
-    desk.depart(130)
-    if not departed:
+    desk.end_placement(130)
+    if not is_ended:
         desk.settle()
     before = (desk.entry.worker, desk.entry.leaving, desk.entry.memory, desk.ledger.pages_free)
     for stage in Stage:
         assert desk.dispatch.progressed(PlacementProgressed(7, old, stage)) == NOTHING
-    assert desk.dispatch.departed(PlacementEnded(7, old, 0), 40) == NOTHING
+    assert desk.dispatch.placement_ended(PlacementEnded(7, old, 0), 40) == NOTHING
     assert (desk.entry.worker, desk.entry.leaving, desk.entry.memory, desk.ledger.pages_free) == before
 
 
 def test_abort_of_a_waiting_request_frees_kept_pages(desk: Desk) -> None:
     placement = desk.entry.placement
-    desk.depart(130)
+    desk.end_placement(130)
     heard = desk.hear(desk.dispatch.end(desk.entry, "ABORTED", "client"))
-    assert heard.steps == (LedgerStep("n0", Release(placement), journal.RequestDeparted(7, 0)),)
-    assert [type(tell.event) for tell in heard.tells] == [EndOrder, RowsGivenUp]
+    assert heard.steps == (LedgerStep("n0", Release(placement), journal.RequestPlacementEnded(7, 0)),)
+    assert [type(tell.event) for tell in heard.tells] == [EndOrder, DemoteOrder]
     assert desk.ledger.pages_free == 32
 
 
 def test_operator_drops_kept_rows(desk: Desk) -> None:
-    desk.depart(130)
+    desk.end_placement(130)
     heard = desk.hear(desk.dispatch.retract(desk.entry, keep=False, hold=False, reason="operator"))
-    assert [type(tell.event) for tell in heard.tells] == [RetractOrder, RowsGivenUp]
+    assert [type(tell.event) for tell in heard.tells] == [RetractOrder, DemoteOrder]
     assert (desk.entry.pages, desk.entry.ordered.held, desk.ledger.pages_free) == (0, False, 32)
 
 
@@ -179,7 +179,7 @@ def test_lost_worker_takes_no_placement_and_requests_hear_of_it(desk: Desk) -> N
     heard = desk.hear(desk.dispatch.worker_down(desk.worker, proved_exit=False))
     assert [tell.event for tell in heard.tells] == [WorkerLost(placement, False, "w0 is lost")]
     pages = desk.entry.pages
-    assert steps(desk.depart(0)) == [Release(placement)]
+    assert steps(desk.end_placement(0)) == [Release(placement)]
     assert desk.ledger.count_pages().quarantined == pages
     assert desk.settle() == []
     desk.hear(desk.dispatch.worker_exited("w0", 1))
@@ -203,7 +203,7 @@ def test_notes_of_a_request_are_written_in_order_across_nodes() -> None:
     def placed(request_index: int, node: str) -> LedgerStep:
         return LedgerStep(node, Release(0), journal.RequestPlaced(request_index, 9, node, "w", 1, 0))
 
-    given_up = LedgerStep("n0", Release(5), journal.RequestDeparted(2, 0))
+    given_up = LedgerStep("n0", Release(5), journal.RequestPlacementEnded(2, 0))
     steps = [placed(1, "n1"), given_up, placed(2, "n1"), placed(3, "n0"), LedgerStep("n1", Release(6))]
     assert list(in_transactions(steps)) == [("n1", [0]), ("n0", [1]), ("n1", [2, 4]), ("n0", [3])]
     assert list(in_transactions([steps[0], steps[3], steps[2]])) == [("n1", [0, 2]), ("n0", [1])]

@@ -11,11 +11,11 @@ from coordinator.memory.ledger import Ledger
 from coordinator.policy.decisions import AdmitDecision, DemoteDecision
 from coordinator.policy.policy import STRANDED_LIMIT_S
 from coordinator.state.events import (
+    DemoteOrder,
     EndOrder,
     PlacementEnded,
     PlacementProgressed,
     RetractOrder,
-    RowsGivenUp,
     Stage,
 )
 from coordinator.state.worker_entry import WorkerEntry
@@ -81,7 +81,7 @@ class Desk:
 
     def sent(self, durable_tokens: int = PROMPT) -> Effects:
         event = PlacementEnded(SLOT, self.entry.placement, durable_tokens)
-        return self.hear(self.dispatch.departed(event, 1 if durable_tokens else 0))
+        return self.hear(self.dispatch.placement_ended(event, 1 if durable_tokens else 0))
 
     def closed(self, transfer_id: int, durable_tokens: int = PROMPT) -> Effects:
         it = self.placement_table.transfers[transfer_id]
@@ -196,7 +196,7 @@ def test_transfer_that_does_not_arrive_is_given_up(desk: Desk) -> None:
     desk.sent()
     heard = desk.closed(transfer_id, 0)
     assert changes(heard) == [Release(transfer_id)]
-    assert [type(tell.event) for tell in heard.tells] == [RowsGivenUp]
+    assert [type(tell.event) for tell in heard.tells] == [DemoteOrder]
     assert (desk.entry.waits, desk.entry.pages) == (True, 0)
     assert desk.ledgers["b"].pages_free == 64
 

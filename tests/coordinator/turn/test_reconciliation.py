@@ -153,7 +153,7 @@ def test_starving_request_is_granted_pages() -> None:
     assert desk.dispatch.placement_table.starving == {7: desk.entry}
 
 
-def test_missing_placement_has_departed() -> None:
+def test_missing_placement_has_ended() -> None:
     desk = Desk()
     (tell,) = desk.adopt().tells
     assert tell.event == WorkerLost(1, True, "w0 has it no more")
@@ -224,5 +224,5 @@ def test_placement_on_a_worker_that_never_returns_is_lost() -> None:
     state.handle(WorkerLost(1, True, "exited"), Rows(5, 104), 3.0)
     assert (state.state, state.kept_tokens) == (State.RETRACTED, 104)
     assert state.handle(PlacementAdopted(1, True, True, False, None, None), Rows(5, 104), 4.0) == [], (
-        "of a departed admission"
+        "of an ended placement"
     )

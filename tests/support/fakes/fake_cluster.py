@@ -238,7 +238,7 @@ class FakeCluster:
                 self.take(self.dispatch.progressed(action))
             case PlacementEnded():
                 live.placement = 0
-                self.take(self.dispatch.departed(action, len(live.tokens)))
+                self.take(self.dispatch.placement_ended(action, len(live.tokens)))
             case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw():
                 if live.state.worker in self.ports:
                     self.ports[live.state.worker].send(action)
