@@ -95,9 +95,10 @@ class Gateway:
             CLIENT: messages.decode_client,
             ADMIN: messages.decode_admin,
         }
-        self._dropped = {role: Dropped(role, counters.dropped_messages) for role in self._sockets}
         self._flood_controls = {
-            role: FloodControl(socket, RateLimiter(*rate), self._dropped[role], partial(self._answer_unread, role))
+            role: FloodControl(
+                socket, RateLimiter(*rate), Dropped(role, counters.dropped_messages), partial(self._answer_unread, role)
+            )
             for role, socket in self._sockets.items()
         }
         self._answers = _answers(scheduler, tokenizers) | {
@@ -140,20 +141,13 @@ class Gateway:
     # ------------------------------------------------------------ receiving
 
     async def _read(self, role: str, nursery: trio.Nursery) -> None:
-        flood_control, connections = self._flood_controls[role], self._deliveries.connections
+        connections = self._deliveries.connections
         while True:
             batch = await self._sockets[role].recv_batch()
             batch.sort(key=lambda it: connections.find(role, it.peer) is None)  # in order for each connection
-            for received in batch:
-                if not flood_control.admits(received, trio.current_time()):
-                    continue
-                try:
-                    self._receive(role, received, nursery)
-                except HiSparseError as error:
-                    self._refuse(role, received, error)
-                    await flood_control.pause()
+            await self._flood_controls[role].read(batch, partial(self._receive, role, nursery))
 
-    def _receive(self, role: str, received: Received, nursery: trio.Nursery) -> None:
+    def _receive(self, role: str, nursery: trio.Nursery, received: Received) -> None:
         """Handle one frame. Raises HiSparseError when it cannot be read or its connection is unknown or refused."""
         bytes_max = self._sockets[role].message_bytes_max
         connection = self._deliveries.connections.find(role, received.peer)
@@ -202,15 +196,11 @@ class Gateway:
         about = self._incarnation, self._version, it.model(), it.refusal(), it.unserved()
         return messages.Welcome(protocol, *about)
 
-    def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
-        """Answer a message that could not be read or has no connection. A full socket drops the answer.
+    def _answer_unread(self, role: str, received: Received, error: HiSparseError) -> None:
+        """Answer a message that was not read, could not be, or has no connection.
 
         The answer is about the connection, tag -1: a client that was dropped connects again.
         """
-        self._dropped[role].note(error.code, received.descriptor, str(error), trio.current_time())
-        self._answer_unread(role, received, error)
-
-    def _answer_unread(self, role: str, received: Received, error: HiSparseError) -> None:
         self._sockets[role].send(received.peer, messages.encode(_failure(-1, error)))
 
     # ------------------------------------------------------------ handling

@@ -173,7 +173,12 @@ class PrefixIndex:
 
     def touch(self, digest: Digest) -> None:
         """A chain that ends here, all of it known, is in use now."""
-        self._use(digest)
+        self._uses += 1
+        node = self._nodes[digest]
+        node.used = self._uses
+        self._order.use(node.account)
+        if not node.children:
+            self._order.list_leaf(node.account, (node.used, digest))
 
     def add(
         self,
@@ -206,7 +211,7 @@ class PrefixIndex:
             parent = digest
         self._order.add(account, len(fresh))
         if chain:
-            self._use(chain[-1])
+            self.touch(chain[-1])
         if fresh:
             self._scopes[root] = scope, len(fresh) + self._scopes.get(root, (scope, 0))[1]
         self.version += bool(fresh)
@@ -363,14 +368,6 @@ class PrefixIndex:
     def _note_removed(self, pages: int) -> None:
         self.version += bool(pages)
         self.removals += bool(pages)
-
-    def _use(self, digest: Digest) -> None:
-        self._uses += 1
-        node = self._nodes[digest]
-        node.used = self._uses
-        self._order.use(node.account)
-        if not node.children:
-            self._order.list_leaf(node.account, (node.used, digest))
 
     def _is_leaf(self, leaf: Leaf) -> bool:
         node = self._nodes.get(leaf[1])

@@ -356,7 +356,7 @@ class _Plan:
         return True
 
     def _resizable(self, worker: WorkerEntry) -> Iterator[RequestState]:
-        entries = (self.placement_table.by_rank[rank] for rank in worker.ranks)
+        entries = self.placement_table.staying_on(worker)
         return (entry for entry in entries if entry.runs and entry.resizing is None)
 
     # ---------------------------------------------------------------- making room
@@ -427,18 +427,16 @@ class _Plan:
         """Past its deadline a draining worker keeps no request."""
         for worker in self.placement_table.workers.values():
             if worker.drain is not None and self.now >= worker.drain.deadline:
-                for rank in list(worker.ranks):
-                    self._retract(
-                        self.placement_table.by_rank[rank], True, Cause.DRAIN, f"{worker.name} drains: deadline passed"
-                    )
+                for entry in self.placement_table.staying_on(worker):
+                    self._retract(entry, True, Cause.DRAIN, f"{worker.name} drains: deadline passed")
 
     def hand_over(self) -> None:
         """Take running requests off a draining worker while another of its node has, or can make, room for them."""
         for worker in self.placement_table.workers.values():
             if worker.drain is None or not worker.drain.handover or worker.node in self.blocked:
                 continue
-            running = [self.placement_table.by_rank[rank] for rank in worker.ranks]
-            for entry in [entry for entry in running if entry.runs][:HANDOVER_BATCH_MAX]:
+            running = [entry for entry in self.placement_table.staying_on(worker) if entry.runs]
+            for entry in running[:HANDOVER_BATCH_MAX]:
                 if not self._hand_over(entry, worker):
                     break
 

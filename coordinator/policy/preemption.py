@@ -89,7 +89,7 @@ def _being_freed(placement_table: PlacementTable, worker: WorkerEntry, host_page
     for their prompt alone."""
     leaving = list(worker.leaving.values())
     shrinking = sum(entry.chunks - entry.resizing.hot_chunks for entry in worker.resizing.values() if entry.resizing)
-    starting = [entry for entry in _active(placement_table, worker) if not entry.runs]
+    starting = [entry for entry in placement_table.staying_on(worker) if not entry.runs]
     passing = [entry for entry in starting if entry.prefills_only]
     later = sum(entry.chunks - _floor(entry, worker, floored=floored).hot_chunks for entry in starting)
     return Memory(
@@ -107,7 +107,7 @@ def _relieve_gpu(
     worker, gone, floored = remedy.worker, 0, _keeps_to_floor(asker, remedy.worker)
     shrinkable = {
         entry.request_index: entry.chunks - _floor(entry, worker, floored=floored).hot_chunks
-        for entry in _active(placement_table, worker)
+        for entry in placement_table.staying_on(worker)
         if entry is not asker and entry.runs and entry.resizing is None
     }
     spare = sum(shrinkable.values())
@@ -208,10 +208,6 @@ def _relieve_host(
 
 def _may_demote(entry: RequestState, asker: RequestState) -> bool:
     return entry is not asker and (entry.rank > asker.rank or entry.ordered.held)
-
-
-def _active(placement_table: PlacementTable, worker: WorkerEntry) -> Iterator[RequestState]:
-    return (placement_table.by_rank[rank] for rank in worker.ranks)
 
 
 def _lower(placement_table: PlacementTable, worker: WorkerEntry, asker: RequestState) -> Iterator[RequestState]:

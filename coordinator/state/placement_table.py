@@ -123,10 +123,14 @@ class PlacementTable:
     def transfer_of(self, entry: RequestState) -> InboundTransfer | None:
         return self.transfers.get(entry.transfer_id)
 
+    def receives(self, inbound: InboundTransfer) -> RequestState | None:
+        """Return the request whose rows a transfer takes in; None: no live one wants them."""
+        return None if inbound.request_index is None else self.entries.get(inbound.request_index)
+
     def close_transfer(self, inbound: InboundTransfer) -> None:
         """Its pages are free, or a request's like any other."""
         del self.transfers[inbound.placement]
-        entry = self.entries.get(inbound.request_index) if inbound.request_index is not None else None
+        entry = self.receives(inbound)
         if entry is not None and entry.transfer_id == inbound.placement:
             entry.transfer_id = 0
 
@@ -359,8 +363,12 @@ class PlacementTable:
     def on(self, worker: str) -> Iterator[RequestState]:
         """Requests on a worker: those not leaving, best rank first, then those leaving."""
         it = self.workers[worker]
-        yield from [self.by_rank[rank] for rank in it.ranks]
+        yield from self.staying_on(it)
         yield from list(it.leaving.values())
+
+    def staying_on(self, worker: WorkerEntry) -> list[RequestState]:
+        """Return the requests on a worker that are not leaving, best rank first."""
+        return [self.by_rank[rank] for rank in worker.ranks]
 
     def in_view(self) -> list[RequestState]:
         """Return the requests whose progress the next plan looks at: those short of pages, and all on a worker while

@@ -218,7 +218,7 @@ class Dispatch:
 
     def revoke(self, inbound: InboundTransfer) -> Effects:
         """No request wants the rows any more. Pages that may still be written wait for their worker's word (I2)."""
-        entry = self.placement_table.entries.get(inbound.request_index) if inbound.request_index is not None else None
+        entry = self.placement_table.receives(inbound)
         if entry is not None:
             entry.transfer_id = 0
         inbound.request_index = None
@@ -243,7 +243,7 @@ class Dispatch:
         if not durable_tokens:
             return self.close_transfer(inbound, f"{worker} has not taken its rows in", is_lost=False)
         self.dirty = True
-        entry = self.placement_table.entries.get(inbound.request_index) if inbound.request_index is not None else None
+        entry = self.placement_table.receives(inbound)
         if entry is None:
             return self.close_transfer(inbound, "", is_lost=False)
         inbound.arrived = True
@@ -254,7 +254,7 @@ class Dispatch:
     def close_transfer(self, inbound: InboundTransfer, reason: str, *, is_lost: bool) -> Effects:
         """None of its rows count: whose they were loses them. `is_lost`: with the worker that was to take them in."""
         self.dirty = True
-        entry = self.placement_table.entries.get(inbound.request_index) if inbound.request_index is not None else None
+        entry = self.placement_table.receives(inbound)
         self.placement_table.close_transfer(inbound)
         released = Effects((LedgerStep(inbound.node, Release(inbound.placement)),))
         return released if entry is None else self._transfer_failed(entry, released, reason, is_lost=is_lost)
@@ -452,10 +452,7 @@ class Dispatch:
 
     @staticmethod
     def told(
-        decision: decisions.GrantDecision
-        | decisions.ResizeDecision
-        | decisions.RetractDecision
-        | decisions.DemoteDecision,
+        decision: decisions.Announced,
         pages: Int32Array,
     ) -> AddressedOrder:
         """Return the order to the Request of a decision that was carried out; `pages` are those given out.
