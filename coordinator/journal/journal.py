@@ -10,9 +10,8 @@ records: a command that grants memory (I4), the answer to a submission or a comm
 store writes one group, the records of the next one gather: the slower the disk, the larger the groups. Groups begin at
 least INTERVAL_S apart, which bounds the cost of commits on a fast disk; that is the only delay to gather records.
 
-A turn of the Scheduler appends in several places, and asks HostPools in between. Its records are held together until
-the turn ends or waits for a commit, so that a request is accepted and placed in one group. While a summary is under way
-they are not: its records describe the state as of all records appended before.
+A turn of the Scheduler appends in several places and waits for nothing in between but a commit, so no group ends
+within a turn: a request that finds room is accepted and placed in one.
 
 Tokens are not appended. Each group takes the new tokens of the token log, in one row of arrays, ahead of its other
 records. So a record never becomes durable before the tokens on which it was decided, and no task is woken per token.
@@ -93,7 +92,7 @@ class JournalStore(Protocol):
 class _Group:
     """Records of one transaction, the calls that wait for it, and the replies that do since `began`."""
 
-    __slots__ = ("answers", "began", "calls", "committed", "joined", "records", "within")
+    __slots__ = ("answers", "began", "calls", "committed", "records")
 
     def __init__(self) -> None:
         self.began = 0.0
@@ -101,32 +100,10 @@ class _Group:
         self.committed = trio.Event()
         self.calls: list[Callable[[], None]] = []
         self.answers: list[tuple[Reply[Any], Any, str]] = []
-        self.joined: list[_Group] = []
-        self.within: _Group | None = None  # the group that this one joined
-
-    def take(self, later: _Group) -> None:
-        """Have `later` committed with this group, behind its records."""
-        self.began = self.began if self.answers else later.began
-        self.records += later.records
-        self.calls += later.calls
-        self.answers += later.answers
-        self.joined.append(later)
-        later.within = self
-
-    def answer(self, reply: Reply[Any], value: Any, what: str) -> None:
-        """Set `reply` at the end."""
-        (self.within or self).answers.append((reply, value, what))
-
-    def call(self, then: Callable[[], None]) -> None:
-        """Call `then` at the end."""
-        (self.within or self).calls.append(then)
 
     def end(self) -> None:
-        """The group is durable: make its calls, set its replies. It lets go of the groups that joined it, which refer
-        to it: the garbage collector would find the cycle, and prompts in it, after minutes (basics.gc_policy)."""
-        for group in (self, *self.joined):
-            group.committed.set()
-        self.joined.clear()
+        """The group is durable: make its calls, set its replies."""
+        self.committed.set()
         for then in self.calls:
             then()
         self.calls.clear()
@@ -170,7 +147,7 @@ class Commit:
         if self._group is None or self._group.committed.is_set():
             call()
         else:
-            self._group.call(call)
+            self._group.calls.append(call)
 
     def answer(self, reply: Reply[T], value: T, what: str) -> None:
         """Set `reply` once the records are durable; after COMMIT_LIMIT_S fail it with Unavailable.
@@ -180,7 +157,7 @@ class Commit:
         if self._group is None or self._group.committed.is_set():
             reply.set(value)
         else:
-            self._group.answer(reply, value, what)
+            self._group.answers.append((reply, value, what))
 
 
 DONE: Final = Commit()
@@ -234,14 +211,6 @@ class Journal(ABC):
         """
         return
 
-    def hold(self) -> None:
-        """Begin a turn: what is appended from now on is written in one commit. Idempotent."""
-        return
-
-    def let_go(self) -> None:
-        """End the turn, or let what was appended be written before the turn waits for that. Idempotent."""
-        return
-
 
 class NoJournal(Journal):
     """`--journal none`: every record counts as durable at once; a crash loses all requests."""
@@ -288,8 +257,6 @@ class GroupCommit(Journal):
         self._counters = counters or JournalCounters()
         self._clock = clock
         self._pending = _Group()
-        self._is_turn = False
-        self._turn: _Group | None = None  # what the turn under way has appended, which comes behind `_pending`
         self._writing = self._pending
         self._news = trio.Event()
         self._closing = False
@@ -306,41 +273,22 @@ class GroupCommit(Journal):
         return self._error or self._store.short
 
     def room_use(self) -> dict[str, RoomUse]:
-        return {"journal_records": RoomUse(self._waiting, PENDING_MAX)}
-
-    @property
-    def _waiting(self) -> int:
-        """Records that are in no group that is written."""
-        return len(self._pending.records) + len(self._turn.records if self._turn is not None else ())
-
-    def hold(self) -> None:
-        self._is_turn = self._summarizing is None
-
-    def let_go(self) -> None:
-        self._is_turn = False
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            self._pending.take(turn)
-            self._news.set()
+        return {"journal_records": RoomUse(len(self._pending.records), PENDING_MAX)}
 
     def append(self, records: Sequence[Record]) -> Commit:
-        if self._waiting + len(records) > PENDING_MAX:
+        group = self._pending
+        if len(group.records) + len(records) > PENDING_MAX:
             raise InternalError("records wait for the journal", field="PENDING_MAX", value=PENDING_MAX)
         for record in records:
             self.state.note(record)
-        if self._is_turn and self._turn is None:
-            self._turn = _Group()
-        group = self._turn or self._pending
         if not group.answers:
             group.began = self._clock()
         group.records += records
-        if self._turn is None:
-            self._news.set()
+        self._news.set()
         return Commit(group)
 
     def summarize_if_long(self) -> None:
         if self._store.wants_summary and not self.is_summarizing:
-            self.let_go()
             self._summarizing = Summarizing(self.state, self._token_log)
             self._pending.records.append(self._summarizing.begun)
             self._news.set()
@@ -354,7 +302,7 @@ class GroupCommit(Journal):
         self._news.set()
 
     def history(self) -> tuple[str, ...]:
-        return (f"{self._waiting} records pending", f"failing: {self.failing or 'no'}")
+        return (f"{len(self._pending.records)} records pending", f"failing: {self.failing or 'no'}")
 
     async def run(self) -> None:
         """Commit groups, until closed. Cancelled: uncommitted records are lost; none of them was acknowledged."""
@@ -367,7 +315,7 @@ class GroupCommit(Journal):
         """Fail replies that have waited for COMMIT_LIMIT_S, as when the disk fails or hangs (I8)."""
         while True:
             await trio.sleep(COMMIT_LIMIT_S / 4)
-            for group in filter(None, (self._writing, self._pending, self._turn)):
+            for group in (self._writing, self._pending):
                 if group.answers and self._clock() - group.began > COMMIT_LIMIT_S:
                     group.give_up()
 

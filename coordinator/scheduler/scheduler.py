@@ -185,13 +185,6 @@ class Scheduler(SchedulerApi):
             self.tell(_tick)
 
     async def handle(self, batch: list[Call]) -> None:
-        self._journal.hold()
-        try:
-            await self._turn(batch)
-        finally:
-            self._journal.let_go()
-
-    async def _turn(self, batch: list[Call]) -> None:
         now = self._clock()
         turn, returned, self.returned = Turn(now), self.returned, []
         for word in returned:
@@ -332,14 +325,12 @@ class Scheduler(SchedulerApi):
 
     async def _wait_for(self, commit: Commit) -> None:
         """Return once `commit` is done. Requests hear their workers meanwhile, however long the disk takes."""
-        self._journal.let_go()
         self._awaited = commit
         commit.then(self._parking.wake)
         while not commit.done:
             await self._parking.wait()
             self.step_ready()
         self._awaited = DONE
-        self._journal.hold()
 
     def _announce(self, decision: decisions.Decision, pages: Int32Array) -> None:
         """Its change is committed: let the token log and the Request know."""

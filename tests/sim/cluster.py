@@ -299,7 +299,7 @@ class CoordinatorLife:
     def is_committed(self) -> bool:
         """Whether the journal has written all that it was given."""
         journal = self._scheduler._journal if self._scheduler else None
-        return isinstance(journal, GroupCommit) and not journal._waiting and journal._writing.committed.is_set()
+        return isinstance(journal, GroupCommit) and not journal._pending.records and journal._writing.committed.is_set()
 
     @property
     def is_between_turns(self) -> bool:
