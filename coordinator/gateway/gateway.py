@@ -192,9 +192,8 @@ class Gateway:
         )
 
     def _welcome(self, protocol: int) -> messages.Welcome:
-        it = self._scheduler
-        about = self._incarnation, self._version, it.model(), it.refusal(), it.unserved()
-        return messages.Welcome(protocol, *about)
+        about = self._scheduler.model(), self._scheduler.refusal(), self._scheduler.unserved()
+        return messages.Welcome(protocol, self._incarnation, self._version, *about)
 
     def _answer_unread(self, role: str, received: Received, error: HiSparseError) -> None:
         """Answer a message that was not read, could not be, or has no connection.
@@ -317,22 +316,25 @@ def _answers(scheduler: SchedulerApi, tokenizers: TokenizerSource) -> dict[type,
 
 def _command_handlers(scheduler: SchedulerApi) -> dict[type, CommandHandler]:
     """Handlers of commands that the Scheduler carries out."""
-    it = scheduler
     return {
-        messages.AbortRequests: lambda peer, m: it.abort(m.request_ids, peer.owner, peer.visible_user),
-        messages.AcknowledgeOutputs: lambda peer, m: it.acknowledge(m.request_ids, peer.owner, peer.visible_user),
-        messages.RetractRequests: lambda peer, m: it.retract(m.request_ids, peer.owner, keep=m.keep, hold=m.hold),
-        messages.ResumeRequests: lambda peer, m: it.resume(m.request_ids, peer.owner),
-        messages.ResizeRequests: lambda peer, m: it.resize(m.request_ids, peer.owner, hot_slots=m.hot_slots),
-        messages.DrainWorkers: lambda peer, m: it.drain(
+        messages.AbortRequests: lambda peer, m: scheduler.abort(m.request_ids, peer.owner, peer.visible_user),
+        messages.AcknowledgeOutputs: lambda peer, m: scheduler.acknowledge(
+            m.request_ids, peer.owner, peer.visible_user
+        ),
+        messages.RetractRequests: lambda peer, m: scheduler.retract(
+            m.request_ids, peer.owner, keep=m.keep, hold=m.hold
+        ),
+        messages.ResumeRequests: lambda peer, m: scheduler.resume(m.request_ids, peer.owner),
+        messages.ResizeRequests: lambda peer, m: scheduler.resize(m.request_ids, peer.owner, hot_slots=m.hot_slots),
+        messages.DrainWorkers: lambda peer, m: scheduler.drain(
             m.workers, peer.owner, handover=m.handover, deadline_s=m.deadline_s
         ),
-        messages.UndrainWorkers: lambda peer, m: it.undrain(m.workers, peer.owner),
-        messages.ReleaseQuarantine: lambda peer, m: it.release_quarantine(m.workers, peer.owner, died=m.died),
-        messages.ForgetWorkers: lambda _, m: it.forget_workers(m.workers),
-        messages.TellStandbys: lambda _, m: it.tell_standbys(m.workers, m.ready),
-        messages.DropPrefixes: lambda peer, m: it.drop_prefixes(m.prefix_ids, m.owners, peer.owner),
-        messages.StopCoordinator: lambda peer, m: it.stop(m.deadline_s, peer.owner),
+        messages.UndrainWorkers: lambda peer, m: scheduler.undrain(m.workers, peer.owner),
+        messages.ReleaseQuarantine: lambda peer, m: scheduler.release_quarantine(m.workers, peer.owner, died=m.died),
+        messages.ForgetWorkers: lambda _, m: scheduler.forget_workers(m.workers),
+        messages.TellStandbys: lambda _, m: scheduler.tell_standbys(m.workers, m.ready),
+        messages.DropPrefixes: lambda peer, m: scheduler.drop_prefixes(m.prefix_ids, m.owners, peer.owner),
+        messages.StopCoordinator: lambda peer, m: scheduler.stop(m.deadline_s, peer.owner),
     }
 
 

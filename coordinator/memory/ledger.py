@@ -374,9 +374,9 @@ class Ledger:
 
     def _find_budget_mismatch(self) -> str:
         sums = {key: budget.free for key, budget in self._budgets.items()}
-        for it in self._holdings.values():
-            if it.budget is not None:
-                sums[it.budget.key] = sums[it.budget.key].plus(it.gpu)
+        for holding in self._holdings.values():
+            if holding.budget is not None:
+                sums[holding.budget.key] = sums[holding.budget.key].plus(holding.gpu)
         for key, found in sums.items():
             whole = _of_gpu(memory_of(self._budgets[key].capacity))
             for kind, count, total in zip(Memory.__struct_fields__, astuple(found), astuple(whole), strict=True):
@@ -392,13 +392,14 @@ class Ledger:
         free, holders = self._free[: self.pages_free], Counter[EpochKey]()
         _demand(np.unique(free).size == free.size, "I1: a free page is free once")
         _demand(self.pages_cached == np.count_nonzero(self._is_cached), "cached pages are counted")
-        for it in self._holdings.values():
-            pages = it.all_pages()
-            _demand(pages.size == it.page_count, f"placement {it.placement} counts its pages")
-            _demand(_are_distinct(pages), f"placement {it.placement} holds a page once")
-            _demand(it.budget is not None or it.gpu == NO_MEMORY, f"placement {it.placement} has left its worker")
-            if it.budget is not None:
-                holders[it.budget.key] += it.gpu.seats
+        for holding in self._holdings.values():
+            pages = holding.all_pages()
+            _demand(pages.size == holding.page_count, f"placement {holding.placement} counts its pages")
+            _demand(_are_distinct(pages), f"placement {holding.placement} holds a page once")
+            if holding.budget is not None:
+                holders[holding.budget.key] += holding.gpu.seats
+            else:
+                _demand(holding.gpu == NO_MEMORY, f"placement {holding.placement} has left its worker")
         for key, budget in self._budgets.items():
             _demand(budget.holders == holders[key], f"{key} counts its holders, with a seat each")
             _demand(budget.free.covers(NO_MEMORY), f"{key} gives no more than it has")

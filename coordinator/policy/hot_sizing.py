@@ -83,12 +83,12 @@ class HotSizing:
     def _governed(self) -> dict[Lockstep, Sequence[WorkerEntry]]:
         """Workers that decode and take requests; of groups those that are complete, a draining rank included."""
         apart, lives = list[list[WorkerEntry]](), defaultdict[GroupLife, list[WorkerEntry]](list)
-        for it in self._placement_table.workers.values():
-            life = life_of(it)
+        for worker in self._placement_table.workers.values():
+            life = life_of(worker)
             if life is None:
-                apart.append([it])
-            elif not (it.awaited or it.ranks_missing):
-                lives[life].append(it)
+                apart.append([worker])
+            elif not (worker.awaited or worker.ranks_missing):
+                lives[life].append(worker)
         return {
             tuple((it.name, it.epoch) for it in ranks): ranks
             for ranks in (*apart, *lives.values())

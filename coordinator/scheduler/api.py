@@ -501,8 +501,8 @@ class SchedulerApi(Actor[Call]):
             entry = self._placement_table.workers.get(worker)
             if entry is not None and entry.epoch == epoch:
                 self._registry.leave(entry, turn.now, exit_proved=proved_exit)
-                for it in self._placement_table.beside(entry):
-                    self._refresh(self._placement_table.on(it.name))
+                for rank in self._placement_table.beside(entry):
+                    self._refresh(self._placement_table.on(rank.name))
                 how = self._dispatch.worker_down(entry, proved_exit=proved_exit, died=died, is_leaving=is_leaving)
                 turn.take(how)
 

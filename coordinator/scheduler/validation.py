@@ -106,9 +106,9 @@ def check_fits(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]],
 def _misfit_alone(length: Length, capacities: Sequence[tuple[str, WorkerCapacity]]) -> tuple[Misfit, ...] | None:
     """Why no worker could prefill and decode it, at best; None: there is none for that."""
     found: list[tuple[Misfit, ...]] = []
-    for worker, it in capacities:
-        if it.role == BOTH:
-            found.append(misfit(length, it, worker))
+    for worker, capacity in capacities:
+        if capacity.role == BOTH:
+            found.append(misfit(length, capacity, worker))
             if not found[-1]:
                 return ()
     return sorted(found, key=len)[0] if found else None

@@ -124,9 +124,9 @@ class WorkerRegistry:
         """A node of an earlier incarnation of the coordinator, and its epochs."""
         self._pools[opened.node] = opened.capacity
         self.model = opened.model
-        for it in joined:
-            self._epochs[it.worker] = max(it.epoch, self._epochs.get(it.worker, -1))
-            self._note_member(it.member)
+        for record in joined:
+            self._epochs[record.worker] = max(record.epoch, self._epochs.get(record.worker, -1))
+            self._note_member(record.member)
 
     def leave(self, worker: WorkerEntry, now: float, *, exit_proved: bool) -> None:
         """Remember how it was last."""
@@ -173,13 +173,13 @@ class WorkerRegistry:
         found = [name] if name in self._gone else [it for it, gone in self._gone.items() if gone.row.group == name]
         if not found:
             raise _no_worker(name)
-        for it in found:
-            if epochs := sorted({epoch for ledger in self._ledgers.values() for epoch in ledger.unproved(it)}):
+        for gone in found:
+            if epochs := sorted({epoch for ledger in self._ledgers.values() for epoch in ledger.unproved(gone)}):
                 raise WrongState(
                     f"its lost epochs {epochs} have host pages in quarantine, and no exit is proved",
                     field="worker",
-                    value=it,
-                    remedy=f"make sure that its process is gone, then: hisparse release-quarantine {it} --i-am-sure",
+                    value=gone,
+                    remedy=f"make sure that its process is gone, then: hisparse release-quarantine {gone} --i-am-sure",
                 )
         return found
 

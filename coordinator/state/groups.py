@@ -59,9 +59,9 @@ def missing_of(group: str, workers: Iterable[WorkerEntry]) -> dict[str, tuple[in
     latest = max((member.incarnation for _, member in members), default=0)
     there = {member.rank for it, member in members if member.incarnation == latest and not it.awaited}
     missing: dict[str, tuple[int, ...]] = {}
-    for it, member in members:
+    for worker, member in members:
         present = there if member.incarnation == latest else frozenset[int]()
-        missing[it.name] = tuple(rank for rank in range(member.size) if rank not in present)
+        missing[worker.name] = tuple(rank for rank in range(member.size) if rank not in present)
     return missing
 
 

@@ -362,9 +362,9 @@ class PlacementTable:
 
     def on(self, worker: str) -> Iterator[RequestState]:
         """Requests on a worker: those not leaving, best rank first, then those leaving."""
-        it = self.workers[worker]
-        yield from self.staying_on(it)
-        yield from list(it.leaving.values())
+        there = self.workers[worker]
+        yield from self.staying_on(there)
+        yield from list(there.leaving.values())
 
     def staying_on(self, worker: WorkerEntry) -> list[RequestState]:
         """Return the requests on a worker that are not leaving, best rank first."""

@@ -143,8 +143,8 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
     def _write_end(self, ending: Ending) -> None:
         """Its tokens go into the journal before it, or with it (I5)."""
         at_s = self._clock() + self._wall_offset_s
-        it, request_index = ending, self.state.facts.request_index
-        ended = RequestEnded(request_index, it.outcome, it.reason, it.generated_tokens, it.tail_text, at_s)
+        about = ending.outcome, ending.reason, ending.generated_tokens, ending.tail_text
+        ended = RequestEnded(ending.request_index, *about, at_s)
         self._journal.append([ended]).then(partial(self._tell_end, ending))
 
     def _tell_end(self, ending: Ending) -> None:

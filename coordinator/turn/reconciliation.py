@@ -61,8 +61,8 @@ def adopt(dispatch: Dispatch, worker: WorkerEntry, inventory: Sequence[Inventory
 
 
 def _check(held: dict[int, InventoryRow], known: set[int], ledger: Ledger) -> None:
-    for placement, it in held.items():
-        if placement not in known and not it.is_released:
+    for placement, row in held.items():
+        if placement not in known and not row.is_released:
             raise WrongState("was never given, as far as is known", field="placement", value=placement)
     for placement in known & held.keys():
         has, given = _memory(held[placement], 0), ledger.held(placement)
@@ -70,24 +70,24 @@ def _check(held: dict[int, InventoryRow], known: set[int], ledger: Ledger) -> No
             raise WrongState(f"holds {has}, was given {given}", field="placement", value=placement)
 
 
-def _adopt_transfer(dispatch: Dispatch, inbound: InboundTransfer, it: InventoryRow | None) -> Effects:
+def _adopt_transfer(dispatch: Dispatch, inbound: InboundTransfer, row: InventoryRow | None) -> Effects:
     """It goes on, if the worker has it and a request wants it. What it never heard of, or has let go of, has failed."""
-    if it is None:
+    if row is None:
         return dispatch.close_transfer(inbound, f"{inbound.worker} has its transfer no more", is_lost=True)
-    if inbound.request_index is None and not it.is_released:
+    if inbound.request_index is None and not row.is_released:
         return Effects(sends=(WorkerSend(inbound.worker, Withdraw(inbound.placement)),))
     return Effects()
 
 
-def _memory(it: InventoryRow, missing_pages: int) -> Memory:
+def _memory(row: InventoryRow, missing_pages: int) -> Memory:
     """Host pages and the larger of its two hot sizes, once it has `missing_pages` more."""
-    more = _more_chunks(it, missing_pages)
-    chunks = max(it.hot_chunks + more, it.resizing[1] if it.resizing else 0)
-    return Memory(it.host_pages + missing_pages, chunks)
+    more = _more_chunks(row, missing_pages)
+    chunks = max(row.hot_chunks + more, row.resizing[1] if row.resizing else 0)
+    return Memory(row.host_pages + missing_pages, chunks)
 
 
-def _more_chunks(it: InventoryRow, missing_pages: int) -> int:
-    return missing_pages if it.hot_slots == RESIDENT else 0
+def _more_chunks(row: InventoryRow, missing_pages: int) -> int:
+    return missing_pages if row.hot_slots == RESIDENT else 0
 
 
 def _end_placement(dispatch: Dispatch, entry: RequestState, worker: WorkerEntry) -> Effects:
@@ -97,33 +97,33 @@ def _end_placement(dispatch: Dispatch, entry: RequestState, worker: WorkerEntry)
     return Effects((), (AddressedOrder(entry.request_index, lost),))
 
 
-def _adopt(dispatch: Dispatch, entry: RequestState, it: InventoryRow, ledger: Ledger) -> Effects:
+def _adopt(dispatch: Dispatch, entry: RequestState, row: InventoryRow, ledger: Ledger) -> Effects:
     given = ledger.held(entry.placement)
-    missing = 0 if entry.leaving else given.host_pages - it.host_pages
+    missing = 0 if entry.leaving else given.host_pages - row.host_pages
     # chunks of a lost grant: a resize crossed it, and whose they are cannot be told any more; or an earlier
     # incarnation, in which it was leaving, has taken them back
-    is_torn = missing > 0 and (it.resizing is not None or _memory(it, missing).hot_chunks > given.hot_chunks)
+    is_torn = missing > 0 and (row.resizing is not None or _memory(row, missing).hot_chunks > given.hot_chunks)
     missing = 0 if is_torn else missing
-    more = _more_chunks(it, missing)
-    use = _memory(it, missing)
-    hot = HotSize(it.hot_slots, it.hot_chunks + more)
-    dispatch.placement_table.adopt(entry, hot, HotSize(*it.resizing) if it.resizing else None, staged=it.is_staged)
-    if it.is_staged and not it.is_started and entry.prefills_only:
+    more = _more_chunks(row, missing)
+    use = _memory(row, missing)
+    hot = HotSize(row.hot_slots, row.hot_chunks + more)
+    dispatch.placement_table.adopt(entry, hot, HotSize(*row.resizing) if row.resizing else None, staged=row.is_staged)
+    if row.is_staged and not row.is_started and entry.prefills_only:
         dispatch.placement_table.leave(entry, frees_pages=False)
     grant = None
     if missing:
-        pages = ledger.pages_of(entry.placement)[it.host_pages :]
+        pages = ledger.pages_of(entry.placement)[row.host_pages :]
         grant = Grant(entry.placement, pages.tobytes(), missing, more)
-    elif it.is_parked:
+    elif row.is_parked:
         dispatch.starve(entry)
     spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks)
     steps = (LedgerStep(entry.node, Shrink(entry.placement, spare)),) if spare != NO_MEMORY else ()
     return Effects(
-        steps, tuple(AddressedOrder(entry.request_index, event) for event in _tells(entry, it, grant, is_torn=is_torn))
+        steps, tuple(AddressedOrder(entry.request_index, event) for event in _tells(entry, row, grant, is_torn=is_torn))
     )
 
 
-def _tells(entry: RequestState, it: InventoryRow, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
-    resize = Resize(entry.placement, *it.resizing) if it.resizing else None
-    adopted = PlacementAdopted(entry.placement, it.is_staged, it.is_started, it.is_parked, resize, grant)
+def _tells(entry: RequestState, row: InventoryRow, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:
+    resize = Resize(entry.placement, *row.resizing) if row.resizing else None
+    adopted = PlacementAdopted(entry.placement, row.is_staged, row.is_started, row.is_parked, resize, grant)
     return [adopted, RetractOrder(True, "a grant was lost")] if is_torn else [adopted]
