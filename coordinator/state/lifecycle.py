@@ -21,7 +21,7 @@ arguments.
 Commands from the Scheduler and events from a worker cross each other, so the table says for each state what a late
 one means: `SAME` does nothing. What is not in the table is a defect (ours: InternalError) or a broken worker
 (IllegalEventError); the state is untouched either way. Whether an *operator* may ask for something is a narrower
-question, answered by `RequestState.check_command` before any actor or worker is told anything.
+question, answered by `coordinator.turn.commands` before any actor or worker is told anything.
 
 Rejected: one state per combination of held and kept (they are orthogonal to waiting); a PARKED state (the worker
 resumes by itself when a grant arrives, without a word, so the state would be stale).

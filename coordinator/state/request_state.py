@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from msgspec import structs
 
-from basics.request_states import ACTIVE, RESUMABLE, TERMINAL, WAITING, State, state_text
+from basics.request_states import ACTIVE, RESUMABLE, TERMINAL, WAITING, State
 from coordinator.journal.state import RequestRecord
 from coordinator.memory.prefix_index import Chain, Match
 from coordinator.state.events import (
@@ -33,7 +33,6 @@ from coordinator.state.events import (
     PlacementAdopted,
     PlacementEnded,
     PlacementProgressed,
-    RequestCommand,
     RequestOrder,
     ResumeOrder,
     RetractOrder,
@@ -54,7 +53,7 @@ from coordinator.state.lifecycle import (
     Target,
 )
 from protocol import messages
-from protocol.errors import InternalError, ProtocolError, WrongState
+from protocol.errors import InternalError, ProtocolError
 from protocol.messages import Rank, Sampling
 from protocol.sizing import NO_HOT_SIZE, HotSize, Length, Memory
 from protocol.units import PAGE_TOKENS
@@ -300,17 +299,6 @@ class RequestState(RequestRecord):
     def held(self) -> bool:
         """Return whether it waits, or will once it has left its worker, for an operator to resume it."""
         return self.ordered.held and self.state in RESUMABLE
-
-    def check_command(self, command: RequestCommand) -> None:
-        """Raise WrongState, naming id, state and remedy, when an operator may not ask for `command` now."""
-        remedy = _refusal(self, command)
-        if remedy is not None:
-            raise WrongState(
-                f"cannot {command.value} a request that is {state_text(self.state, self.held)}",
-                field="request_id",
-                value=self.facts.request_id,
-                remedy=remedy,
-            )
 
     @property
     def first(self) -> Transition:
@@ -592,20 +580,6 @@ def describe_size(hot_slots: int) -> str:
 def _restarted(*known: str) -> str:
     """The reason of a history's first line in this incarnation."""
     return "; ".join(["the coordinator restarted", *filter(None, known)])
-
-
-def _refusal(request: RequestState, command: RequestCommand) -> str | None:
-    """Return what to do instead, or None when the command may be asked for."""
-    state = request.state
-    if state in TERMINAL:
-        return "it has ended: read its output, or submit it again"
-    if state is State.RELEASING:
-        return "its end is decided and it is giving its memory back: wait"
-    if command is RequestCommand.RETRACT and request.held:
-        return "it is held already: resume it, or abort it"
-    if command is RequestCommand.RESUME and not request.held:
-        return "only a held request can be resumed: this one goes on by itself"
-    return None
 
 
 Handler: TypeAlias = Callable[[RequestState, Any, Target, Rows, float], list[Action]]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from basics.request_states import TERMINAL, State, state_text
 from coordinator.memory.ledger import Ledger
 from coordinator.state.events import CommandAsk, RequestCommand
 from coordinator.state.request_state import RequestState, describe_size
 from coordinator.turn.dispatch import Dispatch, Effects
 from coordinator.turn.request_table import RequestTable
-from protocol.errors import BadInput, CapacityError, NotFound
+from protocol.errors import BadInput, CapacityError, NotFound, WrongState
 from protocol.messages import NAME_CHARS_MAX, NO_HOT_BUFFER, WorkerCapacity
 from protocol.sizing import RESIDENT, Length, can_force
 
@@ -63,9 +64,35 @@ def find(ask: CommandAsk, requests: RequestTable) -> list[RequestState]:
     lives: list[RequestState] = []
     for request_id in dict.fromkeys(ask.request_ids):
         found = requests.find(request_id, ask.user)
-        found.check_command(ask.command)
+        check_command(found, ask.command)
         lives.append(found)
     return lives
+
+
+def check_command(request: RequestState, command: RequestCommand) -> None:
+    """Raise WrongState, naming id, state and remedy, when an operator may not ask for `command` now."""
+    remedy = _refusal(request, command)
+    if remedy is not None:
+        raise WrongState(
+            f"cannot {command.value} a request that is {state_text(request.state, request.held)}",
+            field="request_id",
+            value=request.facts.request_id,
+            remedy=remedy,
+        )
+
+
+def _refusal(request: RequestState, command: RequestCommand) -> str | None:
+    """Return what to do instead, or None when the command may be asked for."""
+    state = request.state
+    if state in TERMINAL:
+        return "it has ended: read its output, or submit it again"
+    if state is State.RELEASING:
+        return "its end is decided and it is giving its memory back: wait"
+    if command is RequestCommand.RETRACT and request.held:
+        return "it is held already: resume it, or abort it"
+    if command is RequestCommand.RESUME and not request.held:
+        return "only a held request can be resumed: this one goes on by itself"
+    return None
 
 
 def _apply(ask: CommandAsk, live: RequestState, dispatch: Dispatch) -> Effects:

@@ -38,7 +38,6 @@ FILES: Final = (
             "gateway/gateway",
             "gateway/connections",
             *(f"scheduler/{it}" for it in ("api", "submission", "validation", "worker_registry")),
-            "state/request_state",
             "turn/commands",
         )
     ),

@@ -23,6 +23,7 @@ from coordinator.state.events import (
 )
 from coordinator.state.lifecycle import TRANSITIONS, EventKind, Resolve
 from coordinator.state.request_state import HISTORY_LINES_MAX, Action, IllegalEventError, RequestState, Rows
+from coordinator.turn.commands import check_command
 from protocol import messages
 from protocol.errors import InternalError, WrongState
 from protocol.units import PAGE_TOKENS
@@ -360,15 +361,15 @@ def test_operator_commands_are_checked_against_the_state(command: RequestCommand
         request = RequestState(make_facts(3, PROMPT))
         request.state = state
         if state in states:
-            request.check_command(command)
+            check_command(request, command)
         else:
             with pytest.raises(WrongState, match=f"cannot {command.value} a request that is {state}") as caught:
-                request.check_command(command)
+                check_command(request, command)
             assert caught.value.remedy
     request.state, request.ordered = State.RETRACTED, make_ordered(3, held=True)
-    request.check_command(RequestCommand.RESUME)
+    check_command(request, RequestCommand.RESUME)
     with pytest.raises(WrongState, match="cannot retract a request that is HELD"):
-        request.check_command(RequestCommand.RETRACT)
+        check_command(request, RequestCommand.RETRACT)
 
 
 def test_every_state_leads_to_an_end() -> None:
