@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.memory.eviction_order import NO_OWNER, EvictionOrder, Leaf, Owner, OwnerAccount
+from coordinator.memory.ledger import NO_PAGES
 from protocol.arrays import Int32Array
 from protocol.errors import InternalError
 from protocol.units import PAGE_TOKENS
@@ -35,8 +36,6 @@ from protocol.units import PAGE_TOKENS
 Digest: TypeAlias = bytes
 DIGEST_BYTES: Final = 16
 KEY_BYTES: Final = 32
-
-NO_PAGES: Final[Int32Array] = np.zeros(0, dtype=np.int32)
 
 #: For int32 pages [n]: bool [n], whether only the cache holds each.
 IsIdle: TypeAlias = Callable[[Int32Array], npt.NDArray[np.bool_]]

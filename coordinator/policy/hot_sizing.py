@@ -72,13 +72,14 @@ class HotSizing:
         self._floors: dict[Lockstep, HotFloor] = {}
         self._seen: dict[Lockstep, _Seen] = {}
 
-    def look(self, now: float) -> bool:
-        """Look at each worker that is due; whether a floor or a probe has changed."""
+    def look(self, now: float) -> None:
+        """Look at each worker that is due."""
         governed = self._governed()
         for kept in (self._floors, self._seen):
             for key in kept.keys() - governed.keys():
                 del kept[key]
-        return sum(self._look(key, ranks, now) for key, ranks in governed.items()) > 0
+        for key, ranks in governed.items():
+            self._look(key, ranks, now)
 
     def _governed(self) -> dict[Lockstep, Sequence[WorkerEntry]]:
         """Workers that decode and take requests; of groups those that are complete, a draining rank included."""
@@ -95,13 +96,13 @@ class HotSizing:
             if any(it.takes and it.decodes for it in ranks)
         }
 
-    def _look(self, key: Lockstep, ranks: Sequence[WorkerEntry], now: float) -> bool:
+    def _look(self, key: Lockstep, ranks: Sequence[WorkerEntry], now: float) -> None:
         seen = self._seen.get(key)
         if seen is not None and now - seen.at < LOOK_S:
-            return False
+            return
         counts = _counts_of([it.port.stats() for it in ranks])
         if seen is not None and counts.steps - seen.counts.steps < LOOK_STEPS:
-            return False
+            return
         held = (it for worker in ranks for it in self._placement_table.on(worker.name))
         running = [it for it in held if it.runs]
         is_timed = seen is None or counts.steps - seen.timed.steps >= TIMED_STEPS
@@ -110,13 +111,14 @@ class HotSizing:
         this = _Seen(now, counts, swaps, timed)
         self._seen[key] = this
         if seen is None or not running:
-            return False
+            return
         look = _difference(seen, this, _bytes_of_miss(ranks[0]))
         if look is None or not _is_sound(look):
-            return False
+            return
         floor = self._floors.setdefault(key, HotFloor())
         floor.look(look, self._room(ranks, running))
-        return sum(_note(it, floor, look) for it in ranks) > 0
+        for worker in ranks:
+            _note(worker, floor, look)
 
     def _swaps(self, entry: RequestState) -> tuple[int, int, int]:
         return (entry.hot.hot_slots if entry.resizing is None else -1, *self._swaps_of(entry.request_index))
@@ -204,11 +206,10 @@ def _is_sound(look: Look) -> bool:
     )
 
 
-def _note(worker: WorkerEntry, floor: HotFloor, look: Look) -> bool:
-    """Put it where policy and listings read it; whether policy has something to do."""
+def _note(worker: WorkerEntry, floor: HotFloor, look: Look) -> None:
+    """Put it where policy and listings read it."""
     classes = worker.capacity.hot_size_classes
     lowest = None if floor.floor in (None, classes[0]) else floor.floor
-    changed = (worker.hot_floor, worker.probe_slots) != (lowest, floor.probe_slots)
     worker.hot_floor, worker.probe_slots = lowest, floor.probe_slots
     now, best = floor.now, floor.best
     worker.hot_sizing = HotFloorRow(
@@ -222,4 +223,3 @@ def _note(worker: WorkerEntry, floor: HotFloor, look: Look) -> bool:
         changes=floor.changes,
         reason=floor.reason,
     )
-    return changed

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import trio
 
+from basics.request_checks import check_range
 from basics.rooms import RoomUse
 from coordinator.actor import Actor, Reply
 from coordinator.journal.journal import Journal, check_writes
@@ -28,7 +29,6 @@ from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Match, 
 from coordinator.policy.pending import unserved
 from coordinator.policy.prefix_reuse import ROOTS_MAX, PrefixReuse, PrefixStats
 from coordinator.scheduler.submission import Submissions
-from coordinator.scheduler.validation import check_deadline
 from coordinator.scheduler.worker_registry import WorkerRegistry
 from coordinator.state import events
 from coordinator.state.events import (
@@ -65,7 +65,7 @@ DIGESTED_AT_ONCE: Final = 384 * 4 * PAGE_TOKENS
 #: Cached prefixes compared before other tasks get a turn: about half a millisecond.
 LEAVES_AT_ONCE: Final = 1_024
 
-#: Longest deadline of a drain or a stop.
+#: Longest deadline of a drain or a stop (I8).
 DEADLINE_MAX_S: Final = 86_400.0
 
 T = TypeVar("T")
@@ -280,7 +280,7 @@ class SchedulerApi(Actor[Call]):
         """Drain workers for `deadline_s`, or (None) end their drains."""
         workers, drain, what = self._registry.find(names), None, "undrain"
         if deadline_s is not None:
-            check_deadline(deadline_s, DEADLINE_MAX_S)
+            check_range("deadline_s", deadline_s, 0.0, DEADLINE_MAX_S)
             drain, what = WorkerDrain(turn.now + deadline_s, handover), "drain"
         for worker in workers:
             self._dispatch.drain(worker, drain)
@@ -384,7 +384,7 @@ class SchedulerApi(Actor[Call]):
         """Refuse new work from now on; set `stopped` when all has ended, after `deadline_s` by failing the rest."""
 
         def begin(turn: Turn) -> tuple[tuple[str, ...], str]:
-            check_deadline(deadline_s, DEADLINE_MAX_S)
+            check_range("deadline_s", deadline_s, 0.0, DEADLINE_MAX_S)
             deadline, lives = turn.now + deadline_s, self._requests.live.values()
             self._stop = Stop(deadline if self._stop is None else min(self._stop.deadline, deadline))
             log.info("stop", extra=fields(by=owner, deadline_s=deadline_s, live=len(lives)))

@@ -34,7 +34,7 @@ from coordinator.scheduler.submission import Submissions
 from coordinator.scheduler.worker_registry import WorkerRegistry
 from coordinator.state import events
 from coordinator.state.events import AddressedOrder, LedgerStep, Listener, WorkerPort
-from coordinator.state.request import BeginTrace
+from coordinator.state.request import BeginTrace, RequestParts
 from coordinator.state.request_state import RequestState, describe_size
 from coordinator.tokens.token_log import TokenLog
 from coordinator.turn.auditor import Auditor
@@ -127,20 +127,10 @@ class Scheduler(SchedulerApi):
             settings.audit_interval_s,
             self._prefix_reuse,
         )
-        self._submissions = Submissions(
-            self._requests,
-            self._dispatch,
-            self._registry,
-            token_log,
-            listener,
-            self,
-            self._journal,
-            counters=self._counters,
-            clock=clock,
-            wall_offset_s=wall_offset_s,
-            first_tokens=self._lead_tokens,
-            begin_trace=begin_trace,
+        parts = RequestParts(
+            token_log, listener, self, clock, self._journal, wall_offset_s, self._counters, begin_trace
         )
+        self._submissions = Submissions(self._requests, self._dispatch, self._registry, parts, self._lead_tokens)
         self._stop = None
         self._awaited = DONE  # the commit that the turn waits for
 

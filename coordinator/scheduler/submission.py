@@ -6,23 +6,18 @@ A room of the Scheduler's, in whose turns all of this happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from coordinator.actor import Actor
-from coordinator.journal.journal import Journal
 from coordinator.journal.records import RequestAccepted, RequestFacts, RequestsForgotten, digest_of, kept_facts
 from coordinator.scheduler.validation import check_fits, check_submit
 from coordinator.scheduler.worker_registry import WorkerRegistry
 from coordinator.state import events
-from coordinator.state.events import Handle, Listener, WorkerPort
-from coordinator.state.request import BeginTrace, Request
+from coordinator.state.events import Handle, WorkerPort
+from coordinator.state.request import Request, RequestParts
 from coordinator.state.request_state import RequestState
-from coordinator.tokens.token_log import TokenLog
 from coordinator.turn.dispatch import Dispatch
 from coordinator.turn.request_table import RequestTable
-from metrics.state import CoordinatorCounters
 from protocol.arrays import pack_int32
 from protocol.errors import Unavailable
 from protocol.logprobs import row_words
@@ -31,21 +26,14 @@ from protocol.sizing import Length
 
 @dataclass(slots=True)
 class Submissions:
-    """Times are seconds of the Scheduler's clock. A request has room for `first_tokens` of output at first. `ids_made`
-    counts names given to requests that came without one. `begin_trace` None: there are no traces."""
+    """A request has room for `first_tokens` of output at first. `ids_made` counts names given to requests that came
+    without one."""
 
     requests: RequestTable
     dispatch: Dispatch
     registry: WorkerRegistry
-    token_log: TokenLog
-    listener: Listener
-    scheduler: Actor[Any]
-    journal: Journal
-    counters: CoordinatorCounters
-    clock: Callable[[], float]
-    wall_offset_s: float
+    parts: RequestParts
     first_tokens: int
-    begin_trace: BeginTrace | None = None
     ids_made: int = 0
 
     def submit(self, ask: events.SubmitAsk, now: float, *, stopping: bool) -> Handle:
@@ -66,11 +54,11 @@ class Submissions:
         placement_table = self.dispatch.placement_table
         owner = ask.user, submit.tenant
         self.requests.check_room(owner, len(submit.prompt) + len(sampling.grammar), placement_table)
-        request_index = self.token_log.open(
+        request_index = self.parts.token_log.open(
             sampling.max_tokens, row_words(sampling.logprobs), tokens=self.first_tokens, owner=owner
         )
         request_id = submit.request_id or self._new_id()
-        self.token_log.times.submitted(request_index, now)
+        self.parts.token_log.times.submitted(request_index, now)
         submitted = RequestFacts(
             request_index,
             request_id,
@@ -80,7 +68,7 @@ class Submissions:
             length.prompt,
             digest_of(submit.prompt),
             sampling,
-            now + self.wall_offset_s,
+            now + self.parts.wall_offset_s,
             submit.prefill_mode,
             submit.tenant,
             ask.chain.scope if ask.chain is not None else None,
@@ -92,33 +80,24 @@ class Submissions:
         state.chain, state.matches = ask.chain, ask.matches
         self.dispatch.dirty = True
         self.requests.add(self.start(state))
-        self.journal.accept(RequestAccepted(submitted, submit.prompt), state)
+        self.parts.journal.accept(RequestAccepted(submitted, submit.prompt), state)
         return Handle(request_id, request_index)
 
     def start(self, state: RequestState, port: WorkerPort | None = None) -> Request:
         """Make the actor of a live request."""
-        request = Request(
-            state,
-            token_log=self.token_log,
-            listener=self.listener,
-            scheduler=self.scheduler,
-            clock=self.clock,
-            journal=self.journal,
-            wall_offset_s=self.wall_offset_s,
-            counters=self.counters,
-            port=port,
-            follow=self.begin_trace(state.facts) if self.begin_trace is not None else None,
-        )
+        request = Request(state, self.parts, port)
         request.tell_history()
         return request
 
     def forget(self, request_indices: Sequence[int]) -> None:
         """These are over and taken off the list of requests: their outputs go, their indices may be taken again."""
         if request_indices:
-            self.journal.append([RequestsForgotten(pack_int32(request_indices), self.journal.state.arrivals)])
+            self.parts.journal.append(
+                [RequestsForgotten(pack_int32(request_indices), self.parts.journal.state.arrivals)]
+            )
         for request_index in request_indices:
-            self.listener.forgotten(request_index)
-            self.token_log.close(request_index)
+            self.parts.listener.forgotten(request_index)
+            self.parts.token_log.close(request_index)
 
     def _new_id(self) -> str:
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from basics.request_checks import check_draft_tokens, check_name, check_orders, check_range, check_salt, check_token_ids
+from basics.request_checks import check_draft_tokens, check_name, check_orders, check_salt, check_token_ids
 from protocol.arrays import Int32Array, unpack_int32
 from protocol.errors import BadInput, CapacityError, Unavailable
 from protocol.messages import (
@@ -141,11 +141,6 @@ def _misfit_paired(
         if other.decodes and first != second and (_share(one, other) or (one.sends and other.receives))
     ]
     return sorted(found, key=len)[0] if found else None
-
-
-def check_deadline(deadline_s: float, max_s: float) -> None:
-    """Every wait is bounded (I8). Raises BadInput."""
-    check_range("deadline_s", deadline_s, 0.0, max_s)
 
 
 def _check_tokens(prompt: Int32Array, model: ModelInfo) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from msgspec import structs
 
@@ -55,35 +55,33 @@ BeginTrace: TypeAlias = Callable[[RequestFacts], Follow | None]
 log = logger("coordinator.state.request")
 
 
+class RequestParts(NamedTuple):
+    """Parts of the coordinator that its Requests use. Times are of `clock`; `wall_offset_s` gives seconds since 1970.
+
+    `begin_trace` None: there are no traces.
+    """
+
+    token_log: TokenLog
+    listener: Listener
+    scheduler: Actor[Any]
+    clock: Callable[[], float]
+    journal: Journal
+    wall_offset_s: float
+    counters: CoordinatorCounters
+    begin_trace: BeginTrace | None = None
+
+
 class Request(Actor[RequestOrder | WorkerEvent | Ending]):
     """`state` may be read by anyone between turns; only this actor changes it."""
 
-    def __init__(
-        self,
-        state: RequestState,
-        *,
-        token_log: TokenLog,
-        listener: Listener,
-        scheduler: Actor[Any],
-        clock: Callable[[], float],
-        journal: Journal,
-        wall_offset_s: float,
-        counters: CoordinatorCounters,
-        port: WorkerPort | None = None,
-        follow: Follow | None = None,
-    ) -> None:
+    def __init__(self, state: RequestState, parts: RequestParts, port: WorkerPort | None = None) -> None:
         name = f"request {state.facts.request_id}"
-        super().__init__(name, mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX, stepped_by=scheduler)
+        super().__init__(name, mailbox_max=MAILBOX_MAX, batch_max=BATCH_MAX, stepped_by=parts.scheduler)
         self.state = state
-        self._token_log = token_log
-        self._listener = listener
-        self._clock = clock
-        self._journal = journal
-        self._wall_offset_s = wall_offset_s
-        self._counters = counters
+        self._parts = parts
         self._port = port
-        self._follow = follow
-        self._waits = Waits(state.state, state.held, clock())
+        self._follow = parts.begin_trace(state.facts) if parts.begin_trace is not None else None
+        self._waits = Waits(state.state, state.held, parts.clock())
         self._lines_logged = 0
 
     def history(self) -> tuple[str, ...]:
@@ -94,7 +92,7 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
         state, logged = self.state, self._lines_logged
         self._lines_logged = state.lines_count
         if self._follow is not None and state.lines_count > logged:
-            self._follow(state.lines_since(logged), state, self._token_log.length(state.facts.request_index))
+            self._follow(state.lines_since(logged), state, self._parts.token_log.length(state.facts.request_index))
         if not log.isEnabledFor(logging.INFO):
             return
         for line in state.lines_since(logged):
@@ -115,8 +113,8 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
         return words
 
     def _apply(self, event: RequestOrder | WorkerEvent) -> list[Word]:
-        state, token_log, request_index = self.state, self._token_log, self.state.facts.request_index
-        rows, now = Rows(token_log.length(request_index), token_log.durable(request_index)), self._clock()
+        state, token_log, request_index = self.state, self._parts.token_log, self.state.facts.request_index
+        rows, now = Rows(token_log.length(request_index), token_log.durable(request_index)), self._parts.clock()
         try:
             actions = state.handle(event, rows, now)
         except IllegalEventError as error:
@@ -127,7 +125,7 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
         return [word for action in actions for word in self._perform(action)]
 
     def _note_wait(self, now: float) -> None:
-        waited, waits = self._waits.note(self.state.state, self.state.held, now), self._counters.waits
+        waited, waits = self._waits.note(self.state.state, self.state.held, now), self._parts.counters.waits
         if waited is None:
             return
         match waited.what:
@@ -142,17 +140,17 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
 
     def _write_end(self, ending: Ending) -> None:
         """Its tokens go into the journal before it, or with it (I5)."""
-        at_s = self._clock() + self._wall_offset_s
+        at_s = self._parts.clock() + self._parts.wall_offset_s
         about = ending.outcome, ending.reason, ending.generated_tokens, ending.tail_text
         ended = RequestEnded(ending.request_index, *about, at_s)
-        self._journal.append([ended]).then(partial(self._tell_end, ending))
+        self._parts.journal.append([ended]).then(partial(self._tell_end, ending))
 
     def _tell_end(self, ending: Ending) -> None:
         """The end is written: the client may hear of it, and nothing more is to come."""
         if ending.outcome == State.FAILED:
-            self._counters.failed[self.state.cause or UNKNOWN] += 1
+            self._parts.counters.failed[self.state.cause or UNKNOWN] += 1
         drafted, accepted = self.state.drafts_in_all
-        self._listener.ended(structs.replace(ending, drafted_tokens=drafted, accepted_tokens=accepted))
+        self._parts.listener.ended(structs.replace(ending, drafted_tokens=drafted, accepted_tokens=accepted))
         self.tell(ending)
 
     def _perform(self, action: Action) -> Iterator[Word]:
@@ -163,7 +161,7 @@ class Request(Actor[RequestOrder | WorkerEvent | Ending]):
             case PlacementProgressed():
                 yield action
             case PlacementEnded():
-                self._token_log.end_placement(action.request_index)
+                self._parts.token_log.end_placement(action.request_index)
                 yield action
             case _:
                 assert self._port is not None

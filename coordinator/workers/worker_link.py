@@ -40,7 +40,7 @@ from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduler.api import SchedulerApi
 from coordinator.state.events import WorkerPort
-from coordinator.tokens.token_log import TokenLog
+from coordinator.tokens.token_log import EMPTY, TokenLog
 from coordinator.workers.command_sender import CommandSender
 from coordinator.workers.epoch_link import WorkerLink
 from coordinator.workers.report_acks import ReportAcks
@@ -66,8 +66,6 @@ MESSAGES_PER_S: Final = 20_000.0
 MESSAGES_BURST: Final = 200_000.0
 #: Interval of `LinkScheduler.starving` while reports arrive.
 STARVING_INTERVAL_S: Final = 0.02
-
-EMPTY: Final[Int32Array] = np.empty(0, np.int32)
 
 log = logger("coordinator.workers.worker_link")
 

@@ -464,10 +464,10 @@ def say_the_end_before_commit() -> Plan:
         )
 
         def tell() -> None:  # its tokens are delivered: without faults no check sees it
-            self._journal.append([ended])
+            self._parts.journal.append([ended])
             self._tell_end(it)
 
-        self._journal.append([]).then(tell)
+        self._parts.journal.append([]).then(tell)
 
     yield Request, "_write_end", write_end
 
