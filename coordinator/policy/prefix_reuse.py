@@ -19,7 +19,7 @@ another node refused.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -252,27 +252,20 @@ class PrefixReuse:
 
     # ---------------------------------------------------------------- operators
 
-    def drop(self, prefixes: Iterable[Digest]) -> dict[str, Int32Array]:
-        """Forget the pages that lead to these prefixes alone; returns them by node, to be evicted."""
-        wanted = tuple(prefixes)
-        dropped = {
-            node: np.concatenate([NO_PAGES, *(index.drop(it) for it in wanted)]) for node, index in self.by_node.items()
-        }
-        return {node: pages for node, pages in dropped.items() if pages.size}
-
-    def drop_owner(self, owner: str) -> dict[str, Int32Array]:
-        """Forget all prefixes of `owner`, as Scope.owner says it; returns the pages by node, to be evicted."""
-        dropped = {node: index.drop_owner(owner) for node, index in self.by_node.items()}
-        return {node: pages for node, pages in dropped.items() if pages.size}
-
-    def clear(self) -> dict[str, Int32Array]:
-        """Forget all prefixes; returns the pages by node, to be evicted."""
+    def drop(self, prefixes: Collection[Digest] = (), owners: Collection[str] = ()) -> dict[str, Int32Array]:
+        """Forget the pages that lead to these prefixes alone, and all prefixes of these owners (Scope.owner); none of
+        either: all prefixes. Returns the pages of each node, to be evicted."""
+        if prefixes or owners:
+            return {
+                node: np.concatenate([NO_PAGES, *map(index.drop, prefixes), *map(index.drop_owner, owners)])
+                for node, index in self.by_node.items()
+            }
         events, self.events = self.events, None  # one event for all of them
         dropped = {node: index.clear() for node, index in self.by_node.items()}
         self.events = events
         if events is not None:
             events.cleared()
-        return {node: pages for node, pages in dropped.items() if pages.size}
+        return dropped
 
     # ---------------------------------------------------------------- what is not to be trusted
 

@@ -24,7 +24,7 @@ from coordinator.actor import Actor, Reply
 from coordinator.journal.journal import Journal, check_writes
 from coordinator.journal.records import NOT_ATTESTED, RequestFacts, WorkerDrained, WorkerUndrained
 from coordinator.memory.changes import Evict
-from coordinator.memory.ledger import NO_PAGES, Ledger
+from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import DIGEST_BYTES, Chain, Digest, Match, Scope
 from coordinator.policy.pending import unserved
 from coordinator.policy.prefix_reuse import ROOTS_MAX, PrefixReuse, PrefixStats
@@ -366,12 +366,8 @@ class SchedulerApi(Actor[Call]):
 
         def drop(turn: Turn) -> tuple[tuple[str, ...], str]:
             """The changes go to the end of the turn's: what is dropped may have been cached in this turn."""
-            parts = [reuse.drop(digests), *(reuse.drop_owner(it) for it in owners)]
-            if not digests and not owners:
-                parts = [reuse.clear()]
             lines = []
-            for node in reuse.by_node:
-                pages = np.concatenate([NO_PAGES, *(part[node] for part in parts if node in part)])
+            for node, pages in reuse.drop(digests, owners).items():
                 if pages.size:
                     turn.steps.append(LedgerStep(node, Evict(pages.tobytes())))
                 lines.append(f"{node}: {pages.size} pages dropped")

@@ -39,7 +39,7 @@ from coordinator.state.request_state import RequestState, describe_size
 from coordinator.tokens.token_log import TokenLog
 from coordinator.turn.auditor import Auditor
 from coordinator.turn.commands import is_set_aside
-from coordinator.turn.dispatch import Dispatch, Effects, in_transactions
+from coordinator.turn.dispatch import Dispatch, Effects, in_transactions, order_to
 from coordinator.turn.recovery import Place, endings_of, restore
 from coordinator.turn.request_table import RequestTable
 from metrics.state import CoordinatorCounters
@@ -251,9 +251,7 @@ class Scheduler(SchedulerApi):
         for entry in [entry for entry in self._placement_table.kept.values() if entry.node == hello.node]:
             self._placement_table.demote(entry)
             self._journal.append([RequestPlacementEnded(entry.request_index, 0)])
-            self._tell(
-                AddressedOrder(entry.request_index, events.DemoteOrder(f"the host pool of {hello.node} is gone"))
-            )
+            self._tell(order_to(entry, events.DemoteOrder(f"the host pool of {hello.node} is gone")))
         for inbound in [inbound for inbound in self._placement_table.transfers.values() if inbound.node == hello.node]:
             for tell in self._dispatch.close_transfer(inbound, f"the pool of {hello.node} is gone", is_lost=True).tells:
                 self._tell(tell)  # and its pages are gone with their ledger
@@ -291,7 +289,7 @@ class Scheduler(SchedulerApi):
             self._announce(decision, pages)
         if tick:
             for entry, reason in self._requests.pending.due(now):
-                self._tell(AddressedOrder(entry.request_index, events.StillWaits(reason.text)))
+                self._tell(order_to(entry, events.StillWaits(reason.text)))
         self.step_ready()
 
     def _makes_output_room(self, entry: RequestState) -> bool:
@@ -380,7 +378,7 @@ class Scheduler(SchedulerApi):
         reason += f"; {prefix_tokens} tokens of the prompt reused" if prefix_tokens else ""
         reason += ", the rest by decode steps" if entry.by_steps else ""
         reason += f"; {decision.decoder} is to decode it" if decision.decoder else ""
-        return AddressedOrder(entry.request_index, events.Admitted(command, worker.name, worker.port, reason))
+        return order_to(entry, events.Admitted(command, worker.name, worker.port, reason))
 
     def _begin_admission(self, entry: RequestState, durable_tokens: int) -> None:
         self._token_log.begin_placement(

@@ -35,6 +35,7 @@ from coordinator.state.events import (
     LedgerStep,
     PlacementEnded,
     PlacementProgressed,
+    RequestOrder,
     ResumeOrder,
     RetractOrder,
     Stage,
@@ -68,6 +69,10 @@ NOTHING = Effects()
 TRANSFERS_FAILED_MAX: Final = 6
 #: Pause after the first of them, twice as long after each: what fails at once may do so until its cause is gone.
 TRANSFER_PAUSE_S: Final = 0.5
+
+
+def order_to(entry: RequestState, order: RequestOrder) -> AddressedOrder:
+    return AddressedOrder(entry.request_index, order)
 
 
 def in_transactions(steps: Sequence[LedgerStep]) -> Iterator[tuple[str, list[int]]]:
@@ -179,7 +184,7 @@ class Dispatch:
         entry.generated = generated
         self.placement_table.end_placement(entry, kept_tokens, pages, first_token)
         dropped = event.durable_tokens and not kept_tokens
-        return Effects((step,), (AddressedOrder(entry.request_index, DemoteOrder("dropped")),) if dropped else ())
+        return Effects((step,), (order_to(entry, DemoteOrder("dropped")),) if dropped else ())
 
     def _sender_ended(
         self, entry: RequestState, inbound: InboundTransfer, event: PlacementEnded, generated: int
@@ -203,11 +208,7 @@ class Dispatch:
             return _effects(step)
         is_failure = not (entry.lost or entry.frees_pages or entry.is_ending)
         step = LedgerStep(entry.node, Release(entry.placement), journal.RequestPlacementEnded(entry.request_index, 0))
-        tells = (
-            (AddressedOrder(entry.request_index, DemoteOrder("its rows had not arrived")),)
-            if event.durable_tokens
-            else ()
-        )
+        tells = (order_to(entry, DemoteOrder("its rows had not arrived")),) if event.durable_tokens else ()
         suspect = self.prefix_reuse.distrust_pages(entry, self.policy.ledgers[entry.node]) if is_failure else ()
         self.placement_table.end_placement(entry, 0, 0)
         effects = self.revoke(inbound)
@@ -263,13 +264,11 @@ class Dispatch:
         """Its worker is told to leave, or a request whose rows were taken for sent is demoted."""
         if entry.worker:
             self.placement_table.leave(entry, frees_pages=True)
-            effects = released._replace(tells=(AddressedOrder(entry.request_index, RetractOrder(False, reason)),))
+            effects = released._replace(tells=(order_to(entry, RetractOrder(False, reason)),))
         else:
             self.placement_table.demote(entry)
             note = journal.RequestPlacementEnded(entry.request_index, 0)
-            effects = Effects(
-                (released.steps[0]._replace(note=note),), (AddressedOrder(entry.request_index, DemoteOrder(reason)),)
-            )
+            effects = Effects((released.steps[0]._replace(note=note),), (order_to(entry, DemoteOrder(reason)),))
         if is_lost or entry.is_ending:
             return effects
         return effects.plus(self._count_failure(entry, reason))
@@ -315,9 +314,7 @@ class Dispatch:
         self.dirty = True
         ends, struck = self._judge(key, died=died) if proved_exit else (NOTHING, None)
         unit = own_unit(worker.model, worker.capacity)
-        tells = tuple(
-            AddressedOrder(it.request_index, WorkerLost(it.placement, proved_exit, reason, unit)) for it in lost
-        )
+        tells = tuple(order_to(it, WorkerLost(it.placement, proved_exit, reason, unit)) for it in lost)
         step = LedgerStep(worker.node, LoseWorker(worker.name, worker.epoch, proved_exit), struck)
         effects = Effects((step, *ends.steps), (*ends.tells, *tells), ends.sends)
         for transfer_id in self.placement_table.transfers_to(*key):
@@ -363,7 +360,7 @@ class Dispatch:
 
     def retract(self, entry: RequestState, *, keep: bool, hold: bool, reason: str) -> Effects:
         self._hold(entry, entry.ordered.held or hold)
-        tell = AddressedOrder(entry.request_index, RetractOrder(keep, reason))
+        tell = order_to(entry, RetractOrder(keep, reason))
         if entry.worker:
             self.placement_table.leave(entry, frees_pages=not keep)
             return Effects((), (tell,))
@@ -371,7 +368,7 @@ class Dispatch:
 
     def resume(self, entry: RequestState, reason: str) -> Effects:
         self._hold(entry, False)
-        return Effects((), (AddressedOrder(entry.request_index, ResumeOrder(reason)),))
+        return Effects((), (order_to(entry, ResumeOrder(reason)),))
 
     def _hold(self, entry: RequestState, is_held: bool) -> None:
         self.dirty = True
@@ -382,7 +379,7 @@ class Dispatch:
         """Abort it, or fail it for `cause`, wherever it is."""
         self.dirty = True
         self.placement_table.order_end(entry, outcome, reason)
-        tell = AddressedOrder(entry.request_index, EndOrder(outcome, reason, cause))
+        tell = order_to(entry, EndOrder(outcome, reason, cause))
         if entry.worker:
             self.placement_table.leave(entry, frees_pages=True)
             return Effects((), (tell,))
@@ -404,10 +401,10 @@ class Dispatch:
         if transfer_id := self.placement_table.transfer_of(entry):
             effects = self.revoke(transfer_id)
             self.placement_table.demote(entry)
-            return effects._replace(tells=(tell, AddressedOrder(entry.request_index, DemoteOrder(reason))))
+            return effects._replace(tells=(tell, order_to(entry, DemoteOrder(reason))))
         step = LedgerStep(entry.node, Release(entry.placement), journal.RequestPlacementEnded(entry.request_index, 0))
         self.placement_table.demote(entry)
-        return Effects((step,), (tell, AddressedOrder(entry.request_index, DemoteOrder(reason))))
+        return Effects((step,), (tell, order_to(entry, DemoteOrder(reason))))
 
     # ---------------------------------------------------------------- decisions
 
@@ -463,15 +460,13 @@ class Dispatch:
         match decision:
             case decisions.GrantDecision(_, more):
                 grant = Grant(entry.placement, pages.tobytes(), more.index_pages, more.hot_chunks)
-                return AddressedOrder(entry.request_index, GrantOrder(grant))
+                return order_to(entry, GrantOrder(grant))
             case decisions.ResizeDecision(_, hot_size):
-                return AddressedOrder(
-                    entry.request_index, GrantOrder(Resize(entry.placement, hot_size.hot_slots, hot_size.hot_chunks))
-                )
+                return order_to(entry, GrantOrder(Resize(entry.placement, hot_size.hot_slots, hot_size.hot_chunks)))
             case decisions.RetractDecision(_, keep, _, reason):
-                return AddressedOrder(entry.request_index, RetractOrder(keep, reason))
+                return order_to(entry, RetractOrder(keep, reason))
             case decisions.DemoteDecision():
-                return AddressedOrder(entry.request_index, DemoteOrder(decision.reason))
+                return order_to(entry, DemoteOrder(decision.reason))
 
     def _current(self, request_index: int, placement: int) -> RequestState | None:
         entry = self.placement_table.entries.get(request_index)

@@ -25,7 +25,6 @@ from coordinator.memory.changes import Shrink
 from coordinator.memory.ledger import Ledger
 from coordinator.policy.prefix_reuse import own_unit
 from coordinator.state.events import (
-    AddressedOrder,
     LedgerStep,
     PlacementAdopted,
     RequestOrder,
@@ -35,7 +34,7 @@ from coordinator.state.events import (
 )
 from coordinator.state.request_state import RequestState
 from coordinator.state.worker_entry import InboundTransfer, WorkerEntry
-from coordinator.turn.dispatch import Dispatch, Effects
+from coordinator.turn.dispatch import Dispatch, Effects, order_to
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow
 from protocol.messages import Grant, Resize, Withdraw
@@ -94,7 +93,7 @@ def _end_placement(dispatch: Dispatch, entry: RequestState, worker: WorkerEntry)
     dispatch.placement_table.leave(entry, frees_pages=entry.frees_pages)
     unit = own_unit(worker.model, worker.capacity)
     lost = WorkerLost(entry.placement, True, f"{worker.name} has it no more", unit)
-    return Effects((), (AddressedOrder(entry.request_index, lost),))
+    return Effects((), (order_to(entry, lost),))
 
 
 def _adopt(dispatch: Dispatch, entry: RequestState, row: InventoryRow, ledger: Ledger) -> Effects:
@@ -118,9 +117,7 @@ def _adopt(dispatch: Dispatch, entry: RequestState, row: InventoryRow, ledger: L
         dispatch.starve(entry)
     spare = Memory(hot_chunks=given.hot_chunks - use.hot_chunks)
     steps = (LedgerStep(entry.node, Shrink(entry.placement, spare)),) if spare != NO_MEMORY else ()
-    return Effects(
-        steps, tuple(AddressedOrder(entry.request_index, event) for event in _tells(entry, row, grant, is_torn=is_torn))
-    )
+    return Effects(steps, tuple(order_to(entry, event) for event in _tells(entry, row, grant, is_torn=is_torn)))
 
 
 def _tells(entry: RequestState, row: InventoryRow, grant: Grant | None, *, is_torn: bool) -> list[RequestOrder]:

@@ -30,14 +30,14 @@ from coordinator.journal.state import JournalState, RequestRecord
 from coordinator.memory.changes import Release
 from coordinator.memory.ledger import EpochKey
 from coordinator.policy.prefix_reuse import own_unit
-from coordinator.state.events import AddressedOrder, Ending, LedgerStep, WorkerLost, WorkerPort
+from coordinator.state.events import Ending, LedgerStep, WorkerLost, WorkerPort
 from coordinator.state.groups import GroupLife
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.poison import poison_reason
 from coordinator.state.request_state import RequestState
 from coordinator.state.worker_entry import InboundTransfer, WorkerDrain, WorkerEntry
 from coordinator.tokens.token_log import TokenLog
-from coordinator.turn.dispatch import Dispatch, Effects
+from coordinator.turn.dispatch import Dispatch, Effects, order_to
 from coordinator.turn.request_table import RequestTable
 from protocol.messages import NO_TOKEN
 
@@ -259,7 +259,7 @@ def _restore_placed(
     joined = journal_state.workers.get((placed.worker, placed.epoch))
     unit = own_unit(joined.model, joined.capacity) if joined is not None else 0
     lost = WorkerLost(placed.placement, exited, f"{placed.worker} was lost before", unit)
-    return Effects((), (AddressedOrder(entry.request_index, lost),))
+    return Effects((), (order_to(entry, lost),))
 
 
 def _in_words(entry: RequestState) -> str:

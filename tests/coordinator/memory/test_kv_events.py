@@ -73,7 +73,7 @@ def test_page_of_two_nodes_is_removed_with_the_last() -> None:
     assert events.take() == []
     assert reuse.by_node["b"].evict(1, np.vectorize(lambda _: True)).tolist() == [2]
     assert events.take() == [PagesRemoved((it.digests[1],))]
-    assert {node: pages.tolist() for node, pages in reuse.clear().items()} == {"a": [1], "b": [1]}
+    assert {node: pages.tolist() for node, pages in reuse.drop().items()} == {"a": [1], "b": [1]}
     assert events.take() == [AllRemoved()]
 
 
