@@ -390,7 +390,7 @@ class SchedulerApi(Actor[Call]):
 
     def lookup(self, request_id: str, user: str | None = None) -> int:
         """The request index of a live or recently ended request. Raises NotFound."""
-        return self._requests.request_index(request_id, user)
+        return self._requests.find(request_id, user).request_index
 
     def model(self) -> messages.ModelInfo | None:
         """The model served, None until the first worker has registered."""

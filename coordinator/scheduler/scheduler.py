@@ -146,9 +146,15 @@ class Scheduler(SchedulerApi):
             self._registry.recover(opened, journal_state.joined(node))
             self._start_pool(node)
         place = Place(
-            self._dispatch, self._requests, self._token_log, self._submissions.start, self._clock(), self._wall_offset_s
+            journal_state,
+            self._dispatch,
+            self._requests,
+            self._token_log,
+            self._submissions.start,
+            self._clock(),
+            self._wall_offset_s,
         )
-        first = restore(journal_state, place, ports)
+        first = restore(place, ports)
         self._submissions.ids_made = journal_state.arrivals
         if self._registry.model is not None:
             self._prefix_reuse.serve(self._registry.model)

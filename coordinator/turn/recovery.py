@@ -70,8 +70,9 @@ def endings_of(journal_state: JournalState) -> Iterator[Ending]:
 
 
 class Place(NamedTuple):
-    """Destination of the recovered state."""
+    """The journal's state, and where it goes."""
 
+    journal_state: JournalState
     dispatch: Dispatch
     requests: RequestTable
     token_log: TokenLog
@@ -80,10 +81,10 @@ class Place(NamedTuple):
     wall_offset_s: float
 
 
-def restore(journal_state: JournalState, place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Effects:
+def restore(place: Place, ports: Mapping[EpochKey, WorkerPort]) -> Effects:
     """Fill placement table, requests and token log; returns what is to be done first. `ports` are those of live
     epochs."""
-    placement_table = place.dispatch.placement_table
+    journal_state, placement_table = place.journal_state, place.dispatch.placement_table
     placement_table.go_on_from(journal_state.arrivals, journal_state.placements)
     for drained in journal_state.drains.values():
         drain = WorkerDrain(drained.until_s - place.wall_offset_s, drained.handover)
@@ -111,11 +112,7 @@ def restore(journal_state: JournalState, place: Place, ports: Mapping[EpochKey, 
         (it for it in journal_state.requests.values() if it.ended), key=lambda it: it.ended.at_s if it.ended else 0.0
     )
     for record in [*(it for it in journal_state.requests.values() if not it.ended), *ended]:
-        effects = effects.plus(
-            _restore_ended(record, journal_state, place)
-            if record.ended
-            else _restore_live(record, journal_state, place)
-        )
+        effects = effects.plus(_restore_ended(record, place) if record.ended else _restore_live(record, place))
     for transfer_id in list(placement_table.transfers.values()):
         effects = effects.plus(_settle_transfer(transfer_id, journal_state, place.dispatch))
     place.dispatch.dirty = True
@@ -170,20 +167,20 @@ def _settle_transfer(inbound: InboundTransfer, journal_state: JournalState, disp
     return dispatch.close_transfer(inbound, f"{inbound.worker} was lost before", is_lost=True)
 
 
-def _restore_ended(record: RequestRecord, journal_state: JournalState, place: Place) -> Effects:
+def _restore_ended(record: RequestRecord, place: Place) -> Effects:
     """Restore a request that has ended. Its memory was released before its end was written; the ledger may not know
     yet."""
     ended, facts = record.ended, record.facts
     assert ended is not None
     at = ended.at_s - place.wall_offset_s
     state = RequestState.of(record, facts.at_s - place.wall_offset_s)
-    journal_state.requests[state.request_index] = state
+    place.journal_state.requests[state.request_index] = state
     state.generated = ended.generated_tokens
     state.recover_end(at, ended.outcome, ended.reason, ended.tail_text)
     place.requests.add_ended(state)
     if (
         record.placed is None
-        or not _is_held(record.placed, journal_state)
+        or not _is_held(record.placed, place.journal_state)
         or record.placed.placement in place.dispatch.placement_table.transfers
     ):
         return Effects()
@@ -197,12 +194,12 @@ def _is_held(placed: journal.RequestPlaced, journal_state: JournalState) -> bool
     return placed.node in journal_state.ledgers and journal_state.ledgers[placed.node].holds(placed.placement)
 
 
-def _restore_live(record: RequestRecord, journal_state: JournalState, place: Place) -> Effects:
+def _restore_live(record: RequestRecord, place: Place) -> Effects:
     facts, ordered, dispatch = record.facts, record.ordered, place.dispatch
-    placed = record.placed if record.placed and _is_held(record.placed, journal_state) else None
+    placed = record.placed if record.placed and _is_held(record.placed, place.journal_state) else None
     generated = place.token_log.length(facts.request_index)
     entry = dispatch.placement_table.recover(record, generated, facts.at_s - place.wall_offset_s)
-    journal_state.requests[entry.request_index] = entry
+    place.journal_state.requests[entry.request_index] = entry
     if record.strikes >= POISON_STRIKES and not ordered.outcome:  # decided, and its end was not written any more
         reason = poison_reason(entry, record.killed)
         ordered = msgspec.structs.replace(ordered, outcome="FAILED", reason=reason)
@@ -216,16 +213,14 @@ def _restore_live(record: RequestRecord, journal_state: JournalState, place: Pla
         worker = None
     place.requests.add(place.make_request(entry, worker.port if worker else None))
     if placed and record.on_worker:
-        return _restore_placed(placed, entry, worker, journal_state, place)
-    return _restore_waiting(placed, entry, journal_state, place)
+        return _restore_placed(placed, entry, worker, place)
+    return _restore_waiting(placed, entry, place)
 
 
-def _restore_waiting(
-    placed: journal.RequestPlaced | None, entry: RequestState, journal_state: JournalState, place: Place
-) -> Effects:
+def _restore_waiting(placed: journal.RequestPlaced | None, entry: RequestState, place: Place) -> Effects:
     """Keeping what is left of `placed`, if anything is."""
     if placed is not None:
-        pages = journal_state.ledgers[placed.node].held(placed.placement).host_pages
+        pages = place.journal_state.ledgers[placed.node].held(placed.placement).host_pages
         place.dispatch.placement_table.recover_kept(entry, placed, pages)
     else:
         entry.kept_tokens, entry.first_token = 0, NO_TOKEN
@@ -239,12 +234,11 @@ def _restore_placed(
     placed: journal.RequestPlaced,
     entry: RequestState,
     worker: WorkerEntry | None,
-    journal_state: JournalState,
     place: Place,
 ) -> Effects:
     """Restore a request on `worker`, or (None) on one that the earlier incarnation had lost."""
     placement_table, facts, ordered = place.dispatch.placement_table, entry.facts, entry.ordered
-    ledger = journal_state.ledgers[placed.node]
+    ledger = place.journal_state.ledgers[placed.node]
     placement_table.recover_placed(entry, placed, ledger.held(placed.placement), worker)
     staged = place.token_log.durable(facts.request_index) >= facts.prompt_tokens
     entry.recover_placed(place.now, staged=staged, known=_in_words(entry))
@@ -256,7 +250,7 @@ def _restore_placed(
     if worker is not None:
         return Effects()
     exited = ledger.has_exited(placed.worker, placed.epoch)
-    joined = journal_state.workers.get((placed.worker, placed.epoch))
+    joined = place.journal_state.workers.get((placed.worker, placed.epoch))
     unit = own_unit(joined.model, joined.capacity) if joined is not None else 0
     lost = WorkerLost(placed.placement, exited, f"{placed.worker} was lost before", unit)
     return Effects((), (order_to(entry, lost),))

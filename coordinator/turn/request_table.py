@@ -186,10 +186,6 @@ class RequestTable:
         placed = live.placed if live is not None else None
         return live if placed is not None and (placed.epoch, placed.worker) == (epoch, worker) else None
 
-    def request_index(self, request_id: str, user: str | None = None) -> int:
-        """Raises NotFound."""
-        return self.find(request_id, user).request_index
-
     def index_of_same(self, submit: Submit, user: str) -> int:
         """The request index of the request whose id `submit` bears. Raises WrongState when it is another request, or
         another user's."""
@@ -239,9 +235,10 @@ class RequestTable:
     def describe(
         self, request_id: str, now: float, user: str | None = None
     ) -> tuple[RequestRow, tuple[HistoryLine, ...]]:
-        """Raises NotFound."""
+        """Raises NotFound. Times of lines are seconds since the epoch."""
         live = self.find(request_id, user)
-        return self._row(live, now, self._prompt_waits()), self.history(live)
+        lines = tuple(HistoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.history())
+        return self._row(live, now, self._prompt_waits()), lines
 
     def _row(self, live: RequestState, now: float, waits: PromptWaits) -> RequestRow:
         facts, request_index = live.facts, live.request_index
@@ -283,10 +280,6 @@ class RequestTable:
 
     def _request_id(self, request_index: int) -> str:
         return self.by_index[request_index].state.facts.request_id
-
-    def history(self, live: RequestState) -> tuple[HistoryLine, ...]:
-        """Times are seconds since the epoch."""
-        return tuple(HistoryLine(line.at + self._wall_offset_s, *line[1:]) for line in live.history())
 
     def count_by_state(self) -> Counter[str]:
         return Counter(str(live.state) for live in self.live.values())
