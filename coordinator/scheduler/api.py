@@ -74,7 +74,7 @@ log = logger("coordinator.scheduler.api")
 
 
 @dataclass(slots=True)
-class Turn:
+class SchedulerTurn:
     """Consequences of one batch of messages at `now`: ledger changes, then orders and commands, then replies.
 
     A reply has its value and, in one phrase, what was done, which is to be in the journal before it; "": it need not.
@@ -95,11 +95,11 @@ class Turn:
 
 
 #: Messages of the Scheduler: calls that its next turn carries out.
-Call: TypeAlias = Callable[[Turn], None]
+Call: TypeAlias = Callable[[SchedulerTurn], None]
 
 
 @dataclass(slots=True)
-class Stop:
+class StopDeadline:
     deadline: float
     failed_at: float | None = None
 
@@ -121,15 +121,15 @@ class SchedulerApi(Actor[Call]):
     _token_log: TokenLog
     _digesting: trio.Lock
     _ledgers: Mapping[str, Ledger]
-    _stop: Stop | None
+    _stop: StopDeadline | None
 
-    async def _in_turn(self, carry_out: Callable[[Turn], tuple[T, str]]) -> T:
+    async def _in_turn(self, carry_out: Callable[[SchedulerTurn], tuple[T, str]]) -> T:
         """Have the next turn carry a call out; return its value once what it did, which it names, is in the journal.
 
         What it raises fails the call, with nothing done. An empty name needs no commit.
         """
 
-        def call(reply: Reply[T], turn: Turn) -> None:
+        def call(reply: Reply[T], turn: SchedulerTurn) -> None:
             try:
                 turn.replies.append((reply, *carry_out(turn)))
             except HiSparseError as error:
@@ -186,7 +186,7 @@ class SchedulerApi(Actor[Call]):
         chain = await self._chain_of(submit.prompt, scope, matches)
         ask = events.SubmitAsk(submit, owner, user, chain, matches)
 
-        def queue(turn: Turn) -> tuple[Handle, str]:
+        def queue(turn: SchedulerTurn) -> tuple[Handle, str]:
             return self._submissions.submit(ask, turn.now, stopping=self.stopping), "the request was queued"
 
         return await self._in_turn(queue)
@@ -221,7 +221,7 @@ class SchedulerApi(Actor[Call]):
             if chain is not None:
                 self.tell(partial(self._digested, live.facts, chain))
 
-    def _digested(self, facts: RequestFacts, chain: Chain, _: Turn) -> None:
+    def _digested(self, facts: RequestFacts, chain: Chain, _: SchedulerTurn) -> None:
         self._dispatch.digested(facts, chain)
 
     async def abort(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
@@ -244,7 +244,7 @@ class SchedulerApi(Actor[Call]):
         check_writes(self._journal)
         return await self._in_turn(lambda turn: self._carry_out(turn, ask))
 
-    def _carry_out(self, turn: Turn, ask: CommandAsk) -> tuple[tuple[str, ...], str]:
+    def _carry_out(self, turn: SchedulerTurn, ask: CommandAsk) -> tuple[tuple[str, ...], str]:
         effects, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities())
         if ask.command is RequestCommand.RETRACT:
             self._counters.retractions["keep" if ask.keep else "drop", "operator"] += len(lines)
@@ -255,7 +255,7 @@ class SchedulerApi(Actor[Call]):
     async def acknowledge(self, request_ids: tuple[str, ...], owner: str, user: str | None = None) -> tuple[str, ...]:
         """Forget ended requests whose outputs were received; all or none. Raises WrongState for a live one."""
 
-        def forget(_: Turn) -> tuple[tuple[str, ...], str]:
+        def forget(_: SchedulerTurn) -> tuple[tuple[str, ...], str]:
             self._submissions.forget(self._requests.forget(request_ids, user))
             return tuple(f"{it}: forgotten" for it in request_ids), "the outputs were forgotten"
 
@@ -275,7 +275,13 @@ class SchedulerApi(Actor[Call]):
         return await self._in_turn(lambda turn: self._drain(turn, workers, owner, None))
 
     def _drain(
-        self, turn: Turn, names: tuple[str, ...], owner: str, deadline_s: float | None, *, handover: bool = False
+        self,
+        turn: SchedulerTurn,
+        names: tuple[str, ...],
+        owner: str,
+        deadline_s: float | None,
+        *,
+        handover: bool = False,
     ) -> tuple[tuple[str, ...], str]:
         """Drain workers for `deadline_s`, or (None) end their drains."""
         workers, drain, what = self._registry.find(names), None, "undrain"
@@ -295,7 +301,7 @@ class SchedulerApi(Actor[Call]):
         """Compare what all workers hold with the ledgers: who was audited, and what two audits in a row found."""
         reply: Reply[AuditRows] = Reply()
 
-        def begin(turn: Turn) -> tuple[None, str]:
+        def begin(turn: SchedulerTurn) -> tuple[None, str]:
             self._auditor.begin(reply, turn.now)
             return None, ""
 
@@ -308,7 +314,7 @@ class SchedulerApi(Actor[Call]):
         epoch."""
         check_writes(self._journal)
 
-        def release(turn: Turn) -> tuple[tuple[str, ...], str]:
+        def release(turn: SchedulerTurn) -> tuple[tuple[str, ...], str]:
             if died:
                 self._refresh(self._placement_table.entries.values())
             effects, lines = release_quarantine(workers, self._ledgers, self._dispatch, died=died)
@@ -326,7 +332,7 @@ class SchedulerApi(Actor[Call]):
     async def tell_standbys(self, workers: tuple[str, ...], ready: tuple[str, ...]) -> tuple[str, ...]:
         """Note which of these workers have a standby that is ready, for listings and metrics."""
 
-        def note(_: Turn) -> tuple[tuple[str, ...], str]:
+        def note(_: SchedulerTurn) -> tuple[tuple[str, ...], str]:
             self._registry.note_standbys(workers, ready)
             return (), ""
 
@@ -364,7 +370,7 @@ class SchedulerApi(Actor[Call]):
         check_writes(self._journal)
         digests, reuse = tuple(_digest_of(it) for it in prefix_ids), self._prefix_reuse
 
-        def drop(turn: Turn) -> tuple[tuple[str, ...], str]:
+        def drop(turn: SchedulerTurn) -> tuple[tuple[str, ...], str]:
             """The changes go to the end of the turn's: what is dropped may have been cached in this turn."""
             lines = []
             for node, pages in reuse.drop(digests, owners).items():
@@ -379,10 +385,10 @@ class SchedulerApi(Actor[Call]):
     async def stop(self, deadline_s: float, owner: str) -> tuple[str, ...]:
         """Refuse new work from now on; set `stopped` when all has ended, after `deadline_s` by failing the rest."""
 
-        def begin(turn: Turn) -> tuple[tuple[str, ...], str]:
+        def begin(turn: SchedulerTurn) -> tuple[tuple[str, ...], str]:
             check_range("deadline_s", deadline_s, 0.0, DEADLINE_MAX_S)
             deadline, lives = turn.now + deadline_s, self._requests.live.values()
-            self._stop = Stop(deadline if self._stop is None else min(self._stop.deadline, deadline))
+            self._stop = StopDeadline(deadline if self._stop is None else min(self._stop.deadline, deadline))
             log.info("stop", extra=fields(by=owner, deadline_s=deadline_s, live=len(lives)))
             return (stop_promise(lives, self._stop.deadline - turn.now, is_kept=self._journal.is_kept),), ""
 
@@ -460,7 +466,7 @@ class SchedulerApi(Actor[Call]):
         epoch of that name is up, BadInput or ProtocolError for a name or capacity that cannot be.
         """
 
-        def join(turn: Turn) -> tuple[None, str]:
+        def join(turn: SchedulerTurn) -> tuple[None, str]:
             is_changing = any(step.node == hello.node for step in turn.steps)
             worker = self._registry.join(hello, port, is_changing=is_changing)
             self._prefix_reuse.serve(worker.model)
@@ -476,7 +482,7 @@ class SchedulerApi(Actor[Call]):
         is over.
         """
 
-        def back(turn: Turn) -> tuple[None, str]:
+        def back(turn: SchedulerTurn) -> tuple[None, str]:
             worker, ours = self._placement_table.workers.get(hello.worker), (hello.epoch, hello.capacity, hello.member)
             if worker is None or (worker.epoch, worker.capacity, worker.member) != ours:
                 raise WrongState("this epoch is over", field="epoch", value=hello.epoch, remedy="begin a new one")
@@ -493,7 +499,7 @@ class SchedulerApi(Actor[Call]):
         """The epoch is over. Without `proved_exit` its pages stay quarantined until `worker_exited`. `died`: with its
         process, for which what was on it may be to blame. `is_leaving`: it had said that it would end."""
 
-        def end(turn: Turn) -> None:
+        def end(turn: SchedulerTurn) -> None:
             entry = self._placement_table.workers.get(worker)
             if entry is not None and entry.epoch == epoch:
                 self._registry.leave(entry, turn.now, exit_proved=proved_exit)
@@ -507,7 +513,7 @@ class SchedulerApi(Actor[Call]):
     def worker_exited(self, worker: str, epoch: int, died: bool = True) -> None:
         """An epoch that was declared down is proved gone: its process `died`, or has emptied itself."""
 
-        def end(turn: Turn) -> None:
+        def end(turn: SchedulerTurn) -> None:
             self._registry.note_exit(worker, epoch)
             self._refresh(self._dispatch.beside_lost((worker, epoch)))
             turn.take(self._dispatch.worker_exited(worker, epoch, died=died))
@@ -540,7 +546,7 @@ class SchedulerApi(Actor[Call]):
     def starving(self, request_indices: Int32Array) -> None:
         """Request indices whose granted headroom is short; repeating one costs next to nothing."""
 
-        def starve(_: Turn) -> None:
+        def starve(_: SchedulerTurn) -> None:
             for entry in self._live(request_indices):
                 self._dispatch.starve(entry)
 
@@ -549,7 +555,7 @@ class SchedulerApi(Actor[Call]):
     def prompt_rows(self, request_indices: Int32Array) -> None:
         """More full pages of the prompts of these are durable, while they are being computed."""
 
-        def cache(turn: Turn) -> None:
+        def cache(turn: SchedulerTurn) -> None:
             for entry in self._live(request_indices):
                 turn.take(self._dispatch.prompt_rows(entry, self._token_log.durable(entry.request_index)))
 

@@ -29,7 +29,7 @@ from coordinator.policy import decisions
 from coordinator.policy.hot_sizing import HotSizing
 from coordinator.policy.policy import GRANT_STEP_PAGES
 from coordinator.policy.prefix_reuse import PrefixReuse
-from coordinator.scheduler.api import Call, SchedulerApi, Stop, Turn
+from coordinator.scheduler.api import Call, SchedulerApi, SchedulerTurn, StopDeadline
 from coordinator.scheduler.submission import Submissions
 from coordinator.scheduler.worker_registry import WorkerRegistry
 from coordinator.state import events
@@ -182,7 +182,7 @@ class Scheduler(SchedulerApi):
 
     async def handle(self, batch: list[Call]) -> None:
         now = self._clock()
-        turn, returned, self.returned = Turn(now), self.returned, []
+        turn, returned, self.returned = SchedulerTurn(now), self.returned, []
         for word in returned:
             self._hear_request(word, turn)
         for call in batch:
@@ -201,7 +201,7 @@ class Scheduler(SchedulerApi):
         if self._publish is not None and self._kv_events is not None and (news := self._kv_events.take()):
             self._publish(news)
 
-    def _announce_turn(self, turn: Turn) -> None:
+    def _announce_turn(self, turn: SchedulerTurn) -> None:
         for tell in turn.tells:
             self._tell(tell)
         for send in turn.sends:
@@ -212,7 +212,7 @@ class Scheduler(SchedulerApi):
         for reply, value, what in turn.replies:
             (commit if what else DONE).answer(reply, value, what)
 
-    def _hear_request(self, word: events.Word, turn: Turn) -> None:
+    def _hear_request(self, word: events.Word, turn: SchedulerTurn) -> None:
         match word:
             case events.PlacementProgressed():
                 turn.take(self._dispatch.progressed(word))
@@ -397,10 +397,10 @@ class Scheduler(SchedulerApi):
 
     # ---------------------------------------------------------------- the end
 
-    async def _wind_up(self, stop: Stop, now: float) -> None:
+    async def _wind_up(self, stop: StopDeadline, now: float) -> None:
         """Held requests are not waited for. Past the deadline what is in the journal is left to the next
         incarnation; without a journal all fail, and past RELEASE_LIMIT_S workers are not heard."""
-        lives, turn = list(self._requests.live.values()), Turn(now)
+        lives, turn = list(self._requests.live.values()), SchedulerTurn(now)
         if not lives or (self._journal.is_kept and self._is_over(stop, lives, now)):
             if lives and not self.stopped.is_set():
                 log.info("unfinished requests resume at the next start", extra=fields(requests=len(lives)))
@@ -417,10 +417,10 @@ class Scheduler(SchedulerApi):
         self._announce_turn(turn)
 
     @staticmethod
-    def _is_over(stop: Stop, lives: Sequence[RequestState], now: float) -> bool:
+    def _is_over(stop: StopDeadline, lives: Sequence[RequestState], now: float) -> bool:
         """Return whether nothing is left to wait for."""
         return now >= stop.deadline or all(map(is_set_aside, lives))
 
 
-def _tick(turn: Turn) -> None:
+def _tick(turn: SchedulerTurn) -> None:
     turn.is_tick = True
