@@ -638,6 +638,7 @@ async def test_group_is_complete_again_once_all_ranks_are_back(autojump_clock: t
         assert life.states() == {"r!": "PREFILLING"}
 
 
+@pytest.mark.refuses("WrongState epoch={}: this epoch is over")
 async def test_rank_is_not_adopted_as_another(autojump_clock: trio.testing.MockClock) -> None:
     async with Life.over() as life:
         link = await life.add_worker("w0", member=rank(0))
