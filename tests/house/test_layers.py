@@ -54,7 +54,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"service"},
     ],
     "worker": [
-        {"keeper"},
+        {"keeper", "families"},
         {"device", "pool", "link", "weights", "oracle"},
         {"streams", "group"},
         {"runners"},
