@@ -6,6 +6,7 @@
     fp8        r of e4m3 | a float32 scale per 128 | d of bfloat16    D of e4m3 | one float32 scale
 
     656 bytes at r 512, d 64:   0 latent    512 scales[4]    528 rope      132 at D 128:   0 key    128 scale
+    196 bytes at r 128, d 32:   0 latent    128 scale        132 rope      (A.X-K2-Light; no padding: architecture.md)
 
 A scaled value is e4m3 * scale, with scale = largest magnitude of its group / 448. The rope part is not quantised: its
 few values decide by position, and an error there does not average out over a latent's many dimensions.
