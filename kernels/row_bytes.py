@@ -6,7 +6,7 @@ kernels/row_format.py has the diagrams; it reads and writes rows of exactly thes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from protocol.errors import ConfigError
 
@@ -22,6 +22,16 @@ SCALE_BYTES: Final = {"fp8": 4, "fp4": 1}
 PLAIN_BYTES: Final = {"float32": 4, "bfloat16": 2, "fp8": 2, "fp4": 1}
 
 
+class KvKinds(NamedTuple):
+    """Kinds of KV rows and of index keys."""
+
+    rows: str
+    keys: str
+
+    def __str__(self) -> str:
+        return self.rows if self.rows == self.keys else f"{self.rows}, index keys in {self.keys}"
+
+
 @dataclass(frozen=True)
 class RowShape:
     """One row: `scaled` values that fp8 and fp4 quantise in groups of `group`, then `plain` ones."""
@@ -30,6 +40,10 @@ class RowShape:
     scaled: int
     plain: int
     group: int
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.kind in SCALE_BYTES
 
     @property
     def values(self) -> int:

@@ -70,7 +70,7 @@ class RowFormat(RowShape):
     def encode(self, values: Tensor) -> Tensor:
         """Bytes uint8[..., row_bytes] of floating values [..., scaled + plain]; NaN stays NaN, but not in codes of
         fp4, where it makes its group's scale NaN."""
-        if self.kind in ("float32", "bfloat16"):
+        if not self.is_quantised:
             return values.to(self.dtype).contiguous().view(torch.uint8)
         groups = values[..., : self.scaled].float().unflatten(-1, (-1, self.group))
         codes, scales = _to_e4m3(groups) if self.kind == "fp8" else _to_e2m1(groups)
@@ -80,7 +80,7 @@ class RowFormat(RowShape):
 
     def decode(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [..., scaled + plain] of bytes uint8[..., row_bytes], contiguous."""
-        if self.kind in ("float32", "bfloat16"):
+        if not self.is_quantised:
             return rows.view(self.dtype).to(dtype)
         codes, scales, plain = rows.split([self.code_bytes, self.scale_bytes, self.plain * self.dtype.itemsize], -1)
         if self.kind == "fp8":

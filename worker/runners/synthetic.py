@@ -15,7 +15,7 @@ import torch
 from protocol.config_checks import WEIGHT_ONLY
 from protocol.errors import ConfigError
 from worker.group.exchange import Collectives, Exchange
-from worker.runners.checkpoint import anonymous_info, geometry_of
+from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kinds
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import DTYPES, AfterIndexTopk, TransformersRunner
 from worker.weights.layout import ExpertShare
@@ -77,7 +77,7 @@ def synthetic_runner(
     model.
     """
     draft_layer = draft_tokens > 0
-    geometry = geometry_of(config, dtype if kv_dtype == "auto" else kv_dtype, draft_layer=draft_layer)
+    geometry = geometry_of(config, kv_kinds(dtype, kv_dtype), draft_layer=draft_layer)
     share, exchange = None, None
     if collectives is not None:
         share = ExpertShare.of(collectives.rank, collectives.size, config.n_routed_experts)
