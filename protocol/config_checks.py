@@ -245,7 +245,7 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
             f"worker.{name}",
             kind,
             "no kernel of a GPU reads rows or index keys of 4 bits",
-            "use fp8, or worker.device = cpu",
+            "use fp8: a CPU alone serves them",
         )
     yield _one_of("worker.matmul", worker.matmul, MATMULS)
     yield SettingCheck(

@@ -221,6 +221,7 @@ def size_node(
     held: RankBytes | None = None
     flags = dict(flags)
     if gpu_mem:
+        load_config(None, flags | {"worker.device": CUDA})  # refuses what a CPU alone serves
         flags["worker.device_mem"], held = _budget(path, dimensions, group_size, gpu_mem, flags)
     settings = load_config(None, flags).worker
     kinds = kinds_of(dimensions, settings)
