@@ -10,8 +10,8 @@ On a CPU; no time is measured.
     tokens    tiny models of both families fed the tokens that the float32 run decodes: share of steps with the same
               greedy token, median and 99th percentile of the largest difference of logits, beside the gap of the
               two best in float32
-    needles   NEEDLE bytes somewhere in a predictable model's context are others, and in float32 the next token is another
-              too: share of both contexts in which the kind gives float32's token
+    needles   NEEDLE bytes somewhere in a predictable model's context are others, and in float32 the next token is
+              another too: share of both contexts in which the kind gives float32's token
 
 Values of rows and keys are normal, heavy-tailed (Student's t with 3 degrees of freedom), or low-rank (16 directions
 and a tenth of noise).
