@@ -1,9 +1,10 @@
 """attend_rows against memory and tensor cores: `python -m benchmarks.attention [--out FILE]` on a CUDA device.
 
 One cell is (row format, batch) at DeepSeek-V3.2's attention: 128 heads, latents of 512 and rope keys of 64, bfloat16
-queries, random values, 2048 entries each over a hot buffer of 4096 rows per request. A CUDA graph holds one launch per
-layer, each layer with rows of its own, together well beyond L2. *prompt* cells are a block of prompt tokens, all over
-the rows of one context of 32,768, which L2 keeps. Medians of REPLAYS replays, per launch:
+queries, random values, 2048 entries each over a hot buffer of 4096 rows per request. Hy4 has `--heads 64 --sinks`,
+A.X-K2-Light `--heads 32 --latent 128 --rope 32`; such cells keep their shape in --out. A CUDA graph holds one launch
+per layer, each layer with rows of its own, together well beyond L2. *prompt* cells are a block of prompt tokens, all
+over the rows of one context of 32,768, which L2 keeps. Medians of REPLAYS replays, per launch:
 
     us            attend_rows
     memory_us     bytes of the rows at this card's copy rate, measured in the same run; prompt: of the context once
@@ -20,6 +21,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,13 @@ import torch
 from benchmarks.index_topk import capture, copy_bytes_per_us, operations_per_us, timed
 from benchmarks.plots import Row, Series, marks
 from benchmarks.swap_in import machine
-from kernels.attention import attend_rows
+from kernels.cuda.attention import Blocks, attend_rows
 from kernels.layout import Geometry
 from kernels.row_format import kv_row_format
 from kernels.state import DeviceState
 from protocol.units import PAGE_TOKENS
 
-HEADS, LATENT, ROPE, TOPK, HOT_SLOTS, CONTEXT = 128, 512, 64, 2048, 4096, 32_768
+TOPK, HOT_SLOTS, CONTEXT = 2048, 4096, 32_768
 SCALING = 192**-0.5
 KINDS = ("bfloat16", "fp8")
 BATCHES = (1, 4, 8, 16, 32, 64, 77, 108, 128)
@@ -45,9 +47,35 @@ LAYERS_MOST = 64
 ERROR_MOST = 2.0**-7
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Heads of a layer, values of a row, whether each head has a sink, and a cut in place of the launcher's choice."""
+
+    heads: int = 128
+    latent: int = 512
+    rope: int = 64
+    sinks: bool = False
+    cut: str = ""  # HEADSxROWSxWARPSxSTAGES
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Shape:
+        """Return the shape of a row of --out; rows of DeepSeek-V3.2's shape name none."""
+        return cls(**{field.name: row[field.name] for field in fields(cls) if field.name in row})
+
+    def named(self) -> dict[str, Any]:
+        return {} if self == Shape() else asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads, {self.latent} + {self.rope} values{', sinks' * self.sinks} {self.cut}".rstrip()
+
+    @property
+    def blocks(self) -> Blocks | None:
+        return Blocks(*map(int, self.cut.split("x"))) if self.cut else None
+
+
 class Cell:
-    def __init__(self, kind: str, phase: str, batch: int) -> None:
-        self.form = kv_row_format(kind, LATENT, ROPE)
+    def __init__(self, shape: Shape, kind: str, phase: str, batch: int) -> None:
+        self.shape, self.form = shape, kv_row_format(kind, shape.latent, shape.rope)
         self.phase, self.batch = phase, batch
         rows = CONTEXT if phase == "prompt" else batch * HOT_SLOTS
         size = rows * self.form.row_bytes
@@ -64,18 +92,22 @@ class Cell:
         chosen = torch.rand(batch, own, device="cuda").topk(TOPK).indices.sort().values
         firsts = torch.zeros(batch, device="cuda") if phase == "prompt" else torch.arange(batch, device="cuda") * own
         self.out_rows = (chosen + firsts.unsqueeze(1)).int().contiguous()
-        self.queries = torch.randn(batch, HEADS, LATENT + ROPE, device="cuda").bfloat16()
-        self.out = torch.empty(batch, HEADS, LATENT, dtype=torch.bfloat16, device="cuda")
+        self.queries = torch.randn(batch, shape.heads, self.form.values, device="cuda").bfloat16()
+        self.out = torch.empty(batch, shape.heads, shape.latent, dtype=torch.bfloat16, device="cuda")
+        self.sinks = torch.randn(shape.heads, device="cuda") if shape.sinks else None
 
     def run(self, layer: int) -> None:
-        attend_rows(self.state, layer, self.queries, self.out_rows, SCALING, self.out)
+        given = (self.state, layer, self.queries, self.out_rows, SCALING, self.out, self.sinks)
+        attend_rows(*given, blocks=self.shape.blocks)
 
     def check(self) -> float:
         """Largest error of one head of the last row, as a share of the largest latent."""
         self.run(0)
         rows = self.form.decode(self.state.rows[0][self.out_rows[-1].long()]).double()
-        shares = (rows @ self.queries[-1, -1].double() * SCALING).softmax(0)
-        expected = shares @ rows[:, :LATENT]
+        scores = rows @ self.queries[-1, -1].double() * SCALING
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks[-1:].double()))
+        expected = scores.softmax(0)[: len(rows)] @ rows[:, : self.shape.latent]
         return float((self.out[-1, -1].double() - expected).abs().max() / expected.abs().max())
 
     @property
@@ -85,7 +117,7 @@ class Cell:
 
     @property
     def operations(self) -> int:
-        return 2 * self.batch * HEADS * TOPK * (2 * LATENT + ROPE)
+        return 2 * self.batch * self.shape.heads * TOPK * (self.shape.latent + self.form.values)
 
 
 def measure(cell: Cell, copy_rate: float, operation_rate: float) -> dict[str, Any]:
@@ -117,8 +149,8 @@ def show(row: dict[str, Any]) -> str:
     )
 
 
-def plot(rows: list[dict[str, Any]]) -> str:
-    """An SVG of the cells."""
+def plot(shape: Shape, rows: list[dict[str, Any]]) -> str:
+    """An SVG of the cells of `shape`."""
     series = {
         "us": Series("attend_rows", "#c0392b", "dot"),
         "memory_us": Series("rows at copy rate", "#2c3e50", "tick"),
@@ -128,33 +160,41 @@ def plot(rows: list[dict[str, Any]]) -> str:
         Row(f"{row['kind']} {row['phase']} {row['batch']}", {one.name: row[key] for key, one in series.items()})
         for row in rows
     ]
-    return marks("attend_rows, 128 heads, 2048 entries: rows, queries", "us", list(series.values()), cells)
+    return marks(f"attend_rows, {shape}, 2048 entries: rows, queries", "us", list(series.values()), cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.json"))
     parser.add_argument("--budget-seconds", type=float, default=300)
+    for name in ("heads", "latent", "rope"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Shape, name))
+    parser.add_argument("--sinks", action="store_true", help="one more logit a head in the softmax")
+    parser.add_argument("--cut", default="", metavar="HxRxWxS", help="heads, rows, warps and stages of a program")
     options = parser.parse_args()
+    shape = Shape(options.heads, options.latent, options.rope, options.sinks, options.cut)
     began = time.monotonic()
     done = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rates = copy_bytes_per_us(), operations_per_us()
     command = " ".join(["python", "-m", "benchmarks.attention", *sys.argv[1:]])
     where = {**machine(), "command": command, "copy_gb_per_s": rates[0] / 1e3, "mma_tflop_per_s": rates[1] / 1e6}
     print(f"copy {rates[0] / 1e3:.0f} GB/s, bfloat16 product {rates[1] / 1e6:.0f} TFLOP/s")
-    held = [(row["kind"], row["phase"], row["batch"]) for row in done]
+    held = [(row["kind"], row["phase"], row["batch"]) for row in done if Shape.of(row) == shape]
     for kind, phase, batch in ((kind, *cell) for kind in KINDS for cell in CELLS):
         if (kind, phase, batch) in held:
             continue
         if time.monotonic() - began > options.budget_seconds:
             print("out of budget; run again with the same --out for the other cells")
             break
-        row = {"kind": kind, "phase": phase, "batch": batch, **measure(Cell(kind, phase, batch), *rates)}
+        cell = Cell(shape, kind, phase, batch)
+        row = {"kind": kind, "phase": phase, "batch": batch, **shape.named(), **measure(cell, *rates)}
+        del cell
         print(show(row), flush=True)
         done.append(row)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps({"machine": where, "rows": done}, indent=1) + "\n")
-        options.out.with_suffix(".svg").write_text(plot(done))
+        of_shape = [row for row in done if Shape.of(row) == shape]
+        options.out.with_suffix(".svg").write_text(plot(shape, of_shape))
         torch.cuda.empty_cache()
 
 

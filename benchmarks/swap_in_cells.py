@@ -35,6 +35,8 @@ EXTRA: Final = (
     (656, 32768, 16),
     (656, 32768, 1),
     (656, 4096, 256),
+    # A.X-K2-Light in fp8, the same padded to words of 16 bytes, and in bfloat16
+    *((row_bytes, 4096, batch) for row_bytes in (196, 208, 320) for batch in (1, 16, 128)),
 )
 OVERLAPPED: Final = "overlapped_"  # begins the names of a cell's figures of launches that overlap
 #: Key of a cell's figure by the series that shows it.

@@ -22,14 +22,19 @@ from kernels.layout import Geometry
 
 ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
 
-# Row and index-key bytes. 656: fp8 latent, scales and bf16 rope; 1152: bf16 latent and rope; 584: another fp8 layout,
-# 8-byte words; 132: fp8 index key and scale; 256: bf16; 13 and 7: no alignment at all. Third, where a row of two planes
-# parts: 512 values and 72 bytes of scales; K and V of eight bf16 heads.
-LAYOUTS: Final = ((656, 132, 0), (584, 132, 0), (1152, 256, 0), (13, 7, 0), (584, 132, 512), (4096, 256, 2048))
+# Row and index-key bytes. 656: fp8 latent, scales and bf16 rope; 1152: bf16 latent and rope; 196 and 320: the same of
+# A.X-K2-Light; 584: another fp8 layout, 8-byte words; 132: fp8 index key and scale; 256: bf16; 13 and 7: no alignment.
+# Third, where a row of two planes parts: 512 values and 72 bytes of scales; K and V of eight bf16 heads.
+LAYOUTS: Final = (
+    *((656, 132, 0), (584, 132, 0), (1152, 256, 0), (196, 132, 0), (320, 132, 0)),
+    *((13, 7, 0), (584, 132, 512), (4096, 256, 2048)),
+)
 ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
-# Indexers of 64 heads, DeepSeek-V3.2's, and of 32 in each pair of formats, and a small one whose heads fill no tile.
+# Indexers of 64 heads, DeepSeek-V3.2's, and of 32 in each pair of formats, of 16, A.X-K2-Light's, and a small one whose
+# heads fill no tile.
 INDEXERS: Final = (
     *(Indexer(heads, 128, 2, key_bytes) for heads in (32, 64) for key_bytes in (1, 2)),
+    Indexer(16, 128, 2, 1),
     Indexer(64, 128, 4, 4),
     Indexer(4, 32, 4, 1),
 )
@@ -37,8 +42,13 @@ INDEXERS: Final = (
 SPILL_BYTES: Final = {"prompt_index": 20}
 SHOWN: Final = (
     *("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "DRAFT", "DRAFTS"),
-    *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "TOKENS"),
+    *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "SINKS", "TOKENS"),
 )
+
+
+def attention_variants() -> Iterator[Defines]:
+    """Defines of every form of attend_rows on Hopper: rows, heads of a pair of blocks, without sinks and with them."""
+    return (hopper_defines(*of) for of in product(("bfloat16", "fp8"), HEADS_TOGETHER, (False, True)))
 
 
 def variants(arch: str) -> Iterator[tuple[str, Defines]]:
@@ -46,7 +56,7 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
     number = int(arch.removeprefix("sm_"))
     yield "index_select", select_defines()
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
-        yield from (("attend_rows", hopper_defines(*of)) for of in product(("bfloat16", "fp8"), HEADS_TOGETHER))
+        yield from (("attend_rows", defines) for defines in attention_variants())
         yield from (("prompt_index", defines) for defines in prompt_index.variants())
         yield "prompt_merge", ()
         yield "quantize", ()

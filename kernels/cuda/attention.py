@@ -99,6 +99,7 @@ def attend_rows(
     out_rows: Tensor,
     scaling: float,
     out: Tensor,
+    sinks: Tensor | None = None,
     *,
     blocks: Blocks | None = None,
     splits: int | None = None,
@@ -113,14 +114,16 @@ def attend_rows(
     head_blocks, row_blocks = -(-heads // blocks.heads), max(1, -(-out_rows.shape[1] // blocks.rows))
     if blocks == HOPPER_BLOCKS:
         cut = Cut(heads_together(heads), splits) if splits else None
-        cut = cut or hopper_cut_of(_hopper_kernel(form.kind, HOPPER_BLOCKS.heads, out.device), heads, batch, row_blocks)
-        _attend_on_hopper(state, layer, form, queries, out_rows, scaling, out, cut)
+        if cut is None:
+            kernel = _hopper_kernel(form.kind, HOPPER_BLOCKS.heads, sinks is not None, out.device)
+            cut = hopper_cut_of(kernel, heads, batch, row_blocks)
+        _attend_on_hopper(state, layer, form, queries, out_rows, scaling, out, sinks, cut)
     else:
         wanted = splits or splits_of(head_blocks * batch, row_blocks, processors(out.device))
         parts = _parts(out, -(-row_blocks // wanted), row_blocks, blocks.rows)
-        _attend_in_triton(state, layer, form, queries, out_rows, scaling, out, parts, blocks, wide, capability)
+        _attend_in_triton(state, layer, form, queries, out_rows, scaling, out, sinks, parts, blocks, wide, capability)
         if parts.splits > 1:
-            _combine(out, parts)
+            _combine(out, parts, sinks)
 
 
 def _parts(out: Tensor, blocks_each: int, row_blocks: int, block_rows: int) -> Parts:
@@ -144,6 +147,7 @@ def _attend_on_hopper(
     out_rows: Tensor,
     scaling: float,
     out: Tensor,
+    sinks: Tensor | None,
     cut: Cut,
 ) -> None:
     batch, heads, _ = out.shape
@@ -160,8 +164,9 @@ def _attend_on_hopper(
         k=out_rows.shape[1],
         splits=splits,
         span=blocks_each * HOPPER_BLOCKS.rows,
+        sinks=None if sinks is None else sinks.data_ptr(),
     )
-    kernel, cluster = _hopper_kernel(form.kind, cut.heads, out.device), CLUSTER_PAIR * splits
+    kernel, cluster = _hopper_kernel(form.kind, cut.heads, sinks is not None, out.device), CLUSTER_PAIR * splits
     grid = (cluster * -(-heads // cut.heads), batch)
     kernel.launch(grid, block, stream_of(state), cluster=cluster, shared_bytes=HOPPER_SHARED_BYTES, early=True)
 
@@ -174,6 +179,7 @@ def _attend_in_triton(
     out_rows: Tensor,
     scaling: float,
     out: Tensor,
+    sinks: Tensor | None,
     parts: Parts,
     blocks: Blocks,
     wide: bool,
@@ -188,6 +194,7 @@ def _attend_in_triton(
         parts.partial,
         parts.peak,
         parts.total,
+        sinks,
         scaling * LOG2_E,
         heads,
         out_rows.shape[1],
@@ -205,12 +212,13 @@ def _attend_in_triton(
         BLOCK_HEADS=blocks.heads,
         BLOCK_ROWS=blocks.rows,
         ONE_SPLIT=parts.splits == 1,
+        SINKS=sinks is not None,
         STAGES=blocks.stages,
         num_warps=blocks.warps,
     )
 
 
-def _combine(out: Tensor, parts: Parts) -> None:
+def _combine(out: Tensor, parts: Parts, sinks: Tensor | None) -> None:
     batch, heads, latent = out.shape
     block = min(COMBINE_VALUES, _padded(latent))
     triton_unit("attention_triton").combine[-(-latent // block), heads, batch](
@@ -218,26 +226,29 @@ def _combine(out: Tensor, parts: Parts) -> None:
         parts.partial,
         parts.peak,
         parts.total,
+        sinks,
         heads,
         parts.splits,
         LATENT=latent,
         BLOCK_LATENT=block,
         SPLITS_PADDED=1 << (parts.splits - 1).bit_length(),
+        SINKS=sinks is not None,
     )
 
 
-def prepare_attention(state: DeviceState, heads: int, form: RowFormat, dtype: torch.dtype) -> None:
+def prepare_attention(state: DeviceState, heads: int, form: RowFormat, dtype: torch.dtype, sinks: bool) -> None:
     """One run for each way of cutting and of splitting, over entries of -1, which touch no row."""
     device, latent = state.rows.device, form.scaled
     queries = torch.zeros(1, heads, form.values, dtype=dtype, device=device)
     out = torch.empty(1, heads, latent, dtype=dtype, device=device)
+    logits = torch.zeros(heads, device=device) if sinks else None
     wide, capability = is_wide(form, dtype), torch.cuda.get_device_capability(device)
     for k in {state.geometry.topk, max(1, state.geometry.topk // ENTRIES_STEP * ENTRIES_STEP)}:
         nothing = torch.full((1, k), -1, dtype=torch.int32, device=device)
         for blocks in {blocks_of(form, batch, heads, wide, capability) for batch in (1, HOPPER_PROGRAMS_LEAST)}:
             most = CLUSTER_MAX if blocks == HOPPER_BLOCKS else SPLITS_MAX
             for power in range(most.bit_length()):
-                attend_rows(state, 0, queries, nothing, 1.0, out, blocks=blocks, splits=1 << power)
+                attend_rows(state, 0, queries, nothing, 1.0, out, logits, blocks=blocks, splits=1 << power)
 
 
 def _require_kernel(form: RowFormat) -> None:
@@ -250,15 +261,16 @@ def is_wide(form: RowFormat, queries: torch.dtype) -> bool:
     return queries == torch.float32 or form.kind == "float32"
 
 
-def hopper_defines(kind: str, heads: int) -> Defines:
+def hopper_defines(kind: str, heads: int, sinks: bool = False) -> Defines:
     """Return macros for rows of `kind`, bfloat16 or fp8, and heads of a pair of thread blocks, 64 or 128."""
     key_bytes = 1 if kind == "fp8" else 2
-    return (("HEADS", heads), ("KEY_BYTES", key_bytes), ("SHARED_BYTES", HOPPER_SHARED_BYTES), ("WGMMA", 1))
+    shared = ("SHARED_BYTES", HOPPER_SHARED_BYTES)
+    return (("HEADS", heads), ("KEY_BYTES", key_bytes), ("SINKS", int(sinks)), shared, ("WGMMA", 1))
 
 
-@lru_cache(maxsize=8)
-def _hopper_kernel(kind: str, heads: int, device: torch.device) -> Kernel:
-    kernel = load("attend_rows", "attend_rows", hopper_defines(kind, heads), device.index or 0)
+@lru_cache(maxsize=16)
+def _hopper_kernel(kind: str, heads: int, sinks: bool, device: torch.device) -> Kernel:
+    kernel = load("attend_rows", "attend_rows", hopper_defines(kind, heads, sinks), device.index or 0)
     kernel.allow_all(clusters=True)
     return kernel
 

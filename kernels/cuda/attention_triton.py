@@ -72,6 +72,13 @@ def load_rows(
     return keys_latent, tl.load(plain + rope[None, :], mask=in_rope, other=0.0).to(product)
 
 
+@triton.jit
+def sink_shares(sink, is_head, level):
+    """Shares of the sinks at `sink` where shares count from `level`. Added once a result, where it is divided."""
+    logit = tl.load(sink, mask=is_head, other=float("-inf")) * 1.4426950408889634
+    return tl.exp2(logit - tl.where(level == float("-inf"), 0.0, level))
+
+
 @triton.jit(do_not_specialize=["heads", "splits", "span"])
 def attend(
     rows,
@@ -81,6 +88,7 @@ def attend(
     partial,
     peak,
     total,
+    sinks,  # float32 [H]; None without SINKS
     scale,  # scaling * log2(e)
     heads,
     k,
@@ -98,6 +106,7 @@ def attend(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
+    SINKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     split = tl.program_id(1)
@@ -143,6 +152,8 @@ def attend(
 
     is_out = is_head[:, None] & (latent < LATENT)[None, :]
     if ONE_SPLIT:
+        if SINKS:
+            weight += sink_shares(sinks + head, is_head, best)
         place = out + (row * heads + head)[:, None] * LATENT + latent[None, :]
         result = sums / tl.where(weight > 0, weight, 1.0)[:, None]
         tl.store(place, result.to(out.dtype.element_ty), mask=is_out)
@@ -159,11 +170,13 @@ def combine(
     partial,
     peak,
     total,
+    sinks,
     heads,
     splits,
     LATENT: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """A block of the latent of one head of one batch row: grid (latent blocks, heads, batch)."""
     latent = tl.program_id(0) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
@@ -175,6 +188,8 @@ def combine(
     level = tl.max(best, 0)
     fade = tl.exp2(best - tl.where(level == float("-inf"), 0.0, level))
     weight = tl.sum(tl.load(total + line, mask=split < splits, other=0.0) * fade, 0)
+    if SINKS:
+        weight += sink_shares(sinks + head, head < heads, level)
     mask = (split < splits)[:, None] & (latent < LATENT)[None, :]
     parts = tl.load(partial + line[:, None] * LATENT + latent[None, :], mask=mask, other=0.0)
     result = tl.sum(parts * fade[:, None], 0) / tl.where(weight > 0, weight, 1.0)

@@ -3,7 +3,8 @@
 One launch; where jobs are fewer than multiprocessors, several blocks share the keys of each, and prompt_merge selects
 from their lists.
 
-For keys of DIM values in fp8 or bfloat16, and bfloat16 queries of HEADS heads. Scratch is a list of LISTED entries for
+For keys of DIM values in fp8 or bfloat16, and bfloat16 queries of HEADS heads; from half as many on (A.X-K2-Light has
+16), heads of zeros with weights of zero fill them up, which change no score. Scratch is a list of LISTED entries for
 each of GROUP tokens that a multiprocessor works on, whatever the context (`scratch_bytes`). Launches for one state
 share it: they must be ordered, as on one stream.
 """
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.cuda import parameters, structures
 from kernels.cuda.jit import Defines, Kernel, load
@@ -64,11 +66,22 @@ def scratch_bytes(processors: int) -> int:
     return 4 * processors * GROUP * (2 * LISTED + HEAD_WORDS)
 
 
+def heads_filled(heads: int) -> int:
+    """Return the heads that a kernel is compiled for and `heads` fit in; 0 if there are none."""
+    return next((most for most in HEADS if heads <= most), 0)
+
+
+def filled(queries: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [M, H, DIM] and weights [M, H] with heads of zeros up to heads_filled(H)."""
+    more = heads_filled(queries.shape[1]) - queries.shape[1]
+    return (pad(queries, (0, 0, 0, more)), pad(weights, (0, more))) if more else (queries, weights)
+
+
 @lru_cache(maxsize=64)
 def takes(heads: int, keys: RowFormat, queries: torch.dtype, k: int, device: torch.device) -> bool:
     """Return whether this kernel is written for such a selection on `device`."""
     return (
-        heads in HEADS
+        2 * heads >= heads_filled(heads) > 0
         and keys.scaled == DIM
         and keys.kind in ("fp8", "bfloat16")
         and queries == torch.bfloat16
@@ -89,7 +102,7 @@ def prompt_index(
     rows_out: Tensor | None,
 ) -> None:
     """As kernels.prompt_topk.prompt_topk, for what `takes` admits, unchecked. Never waits for the device."""
-    held = _lists_of(state)
+    held, (queries, weights) = _lists_of(state), filled(queries, weights)
     splits = splits_of(pieces.jobs, pieces.positions, len(held.lists))
     block = structures.PromptIndex(
         state=held.state,
@@ -123,7 +136,7 @@ def splits_of(jobs: int, positions: int, processors: int) -> int:
 
 def prepare(state: DeviceState, heads: int, keys: RowFormat) -> None:
     """Compile, load and allocate all that prompt_index needs. Raises InternalError where it does not compile."""
-    kernels_of(heads, key_bytes_of(keys), state.rows.device)
+    kernels_of(heads_filled(heads), key_bytes_of(keys), state.rows.device)
     _lists_of(state)
 
 

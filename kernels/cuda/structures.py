@@ -335,6 +335,7 @@ class AttendRows(Structure):
         ("float", "scale", "times log2(e)"),
         ("i32", "heads, k, splits"),
         ("i32", "span", "entries of a split"),
+        ("const float*", "sinks", "[heads]; null without SINKS"),
     )
     _fields_ = fields(members)
 

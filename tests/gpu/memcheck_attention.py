@@ -25,7 +25,7 @@ SHARP_BOUND = 2.0**-4
 def attention(kind: str) -> None:
     for heads, k, splits in ((64, 333, 1), (72, 333, 2), (64, 130, 3), (128, 700, 1), (64, 1024, 8), (64, 1, 1)):
         shape = {"latent": 512, "rope": 64, "heads": heads, "k": k, "batch": 3, "stored": 2000}
-        case = Case(kind, torch.bfloat16, device="cuda", **shape)
+        case = Case(kind, torch.bfloat16, device="cuda", sinks=True, **shape)
         case.out_rows[1] = -1
         check(case, splits, BOUND)
     rising = Case(kind, torch.bfloat16, heads=64, k=333, batch=1, latent=512, rope=64, stored=2000, device="cuda")
@@ -42,6 +42,7 @@ def check(case: Case, splits: int, bound: float) -> None:
         case.out_rows,
         case.scaling,
         case.out,
+        case.sinks,
         blocks=HOPPER_BLOCKS,
         splits=splits,
     )

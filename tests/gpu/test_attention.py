@@ -22,6 +22,7 @@ SHAPES = [
     {"latent": 512, "rope": 64, "heads": 64, "k": 100, "batch": 70},
     {"latent": 512, "rope": 64, "heads": 72, "k": 333},
     {"latent": 256, "rope": 32, "heads": 20, "k": 300},
+    {"latent": 128, "rope": 32, "heads": 32, "k": 2048, "batch": 5, "stored": 5_000},
 ]
 #: Largest error, in units of the largest latent of order 4: float32 sums, and bfloat16 shares and results.
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
@@ -29,7 +30,7 @@ BOUND = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 def run(case: Case, splits: int | None = None, blocks: Blocks | None = None) -> torch.Tensor:
     case.out.fill_(float("nan"))
-    arguments = (case.state, 1, case.queries, case.out_rows, case.scaling, case.out)
+    arguments = (case.state, 1, case.queries, case.out_rows, case.scaling, case.out, case.sinks)
     if splits is None and blocks is None:
         attend_rows(*arguments)
     else:
@@ -44,18 +45,34 @@ def cuts(case: Case) -> set[Blocks]:
     return {blocks_of(case.form, batch, heads, wide, capability) for batch in (1, 1024)}
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape['heads']}x{shape['latent']}x{shape['k']}")
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_is_that_of_the_definition(kind: str, dtype: torch.dtype, shape: dict[str, int]) -> None:
+def test_attention_is_that_of_the_definition(kind: str, dtype: torch.dtype, shape: dict[str, int], sinks: bool) -> None:
     if dtype == torch.float32 and shape["latent"] == 512 and (kind, shape["k"]) != ("float32", 100):
         pytest.skip("float32 products of 512 values compile for half a minute; one of them says enough")
-    case = Case(kind, dtype, device="cuda", **shape)
+    case = Case(kind, dtype, device="cuda", sinks=sinks, **shape)
     expected = case.expected(1)
     for blocks in cuts(case):
         for splits in (None, 1, 2, 7):
             out = run(case, splits, blocks).double().cpu()
             torch.testing.assert_close(out, expected, rtol=BOUND[dtype], atol=BOUND[dtype])
+
+
+@pytest.mark.parametrize("heads", [4, 64, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sinks_of_nothing_leave_every_bit_and_high_ones_leave_nothing(kind: str, heads: int) -> None:
+    case = Case(kind, torch.bfloat16, device="cuda", latent=512, rope=64, heads=heads, k=333)
+    for blocks in cuts(case):
+        for splits in (1, 3):
+            case.sinks = None
+            without = run(case, splits, blocks).clone()
+            case.sinks = torch.full((heads,), -torch.inf, device="cuda")
+            case.sinks[1::2] = 1e4
+            out = run(case, splits, blocks)
+            assert torch.equal(out[:, ::2], without[:, ::2])
+            assert not out[:, 1::2].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,7 @@ FORMATS = [
     index_key_format("fp8", 128),
     kv_row_format("fp8", 384, 2),
     kv_row_format("fp8", 64, 16),
+    kv_row_format("fp8", 128, 32),
     index_key_format("fp8", 4),
     kv_row_format("bfloat16", 512, 64),
 ]

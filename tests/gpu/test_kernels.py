@@ -183,7 +183,16 @@ def test_queue_is_refilled_across_steps(
 @pytest.mark.parametrize("direction", ["to_host", "to_device", "keys"])
 @pytest.mark.parametrize(
     ("row_bytes", "split", "index_row_bytes"),
-    [(656, 0, 132), (1152, 0, 256), (13, 0, 7), (584, 512, 8), (26, 13, 1), (512, 256, 4)],
+    [
+        (656, 0, 132),
+        (1152, 0, 256),
+        (196, 0, 132),
+        (320, 0, 132),
+        (13, 0, 7),
+        (584, 512, 8),
+        (26, 13, 1),
+        (512, 256, 4),
+    ],
 )
 @pytest.mark.parametrize("n", [1, 5, 150])
 def test_copies_of_all_layers(direction: str, row_bytes: int, split: int, index_row_bytes: int, n: int) -> None:
@@ -205,7 +214,7 @@ def test_copies_of_all_layers(direction: str, row_bytes: int, split: int, index_
     twin.copy(arguments, direction)
 
 
-@pytest.mark.parametrize(("row_bytes", "split"), [(656, 0), (13, 0), (584, 512)])
+@pytest.mark.parametrize(("row_bytes", "split"), [(656, 0), (196, 0), (13, 0), (584, 512)])
 def test_copies_of_some_layers(row_bytes: int, split: int) -> None:
     """Every range that there is: rows of no other layer, index keys behind the last one's."""
     twin = Twin(3, groups=(0, 0, 1, 2), row_bytes=row_bytes, split=split, index_row_bytes=132)

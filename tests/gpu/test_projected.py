@@ -19,7 +19,7 @@ from kernels.row_target import Angles, RowTarget  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32]
 KINDS = ["fp8", "bfloat16", "float32"]
-LATENT, ROPE, NOPE, DIM = 512, 64, 128, 128
+ROPE, NOPE, DIM = 64, 128, 128
 EPS = 1e-6
 
 
@@ -27,8 +27,8 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def angles_of(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cos, sin = (torch.cat((half, half), -1) for half in draw(2, tokens, ROPE // 2, dtype=dtype))
+def angles_of(tokens: int, dtype: torch.dtype, rope: int = ROPE) -> tuple[Tensor, Tensor]:
+    cos, sin = (torch.cat((half, half), -1) for half in draw(2, tokens, rope // 2, dtype=dtype))
     return cos, sin
 
 
@@ -56,24 +56,25 @@ def check_rows(target: RowTarget, wanted: Tensor, form: RowFormat, *, share: flo
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "tokens", "interleaved"), [(128, 64, True), (20, 7, False), (1, 1, True)])
+@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (128, 32)])
 def test_a_row_is_normed_rotated_and_encoded(
-    heads: int, tokens: int, interleaved: bool, dtype: torch.dtype, kind: str
+    heads: int, tokens: int, interleaved: bool, latent: int, rope: int, dtype: torch.dtype, kind: str
 ) -> None:
     torch.manual_seed(tokens)
-    form, (cos, sin) = kv_row_format(kind, LATENT, ROPE), angles_of(tokens, dtype)
-    products = draw(tokens, 1536 + LATENT + ROPE, dtype=dtype)[:, 1536:]
-    norm = library.DeepseekV32RMSNorm(LATENT).to("cuda", dtype)
+    form, (cos, sin) = kv_row_format(kind, latent, rope), angles_of(tokens, dtype, rope)
+    products = draw(tokens, 1536 + latent + rope, dtype=dtype)[:, 1536:]
+    norm = library.DeepseekV32RMSNorm(latent).to("cuda", dtype)
     norm.weight.data.normal_()
-    queries = draw(tokens, heads, NOPE + ROPE, dtype=dtype)[..., NOPE:]
-    whole = torch.zeros(tokens, heads, LATENT + ROPE, dtype=dtype, device="cuda")
+    queries = draw(tokens, heads, NOPE + rope, dtype=dtype)[..., NOPE:]
+    whole = torch.zeros(tokens, heads, latent + rope, dtype=dtype, device="cuda")
     target, angles = placed(form, tokens), Angles(cos, sin, interleaved)
-    kv_rows(form, products, norm.weight.data, EPS, angles, target, queries, whole[..., LATENT:])
-    rope = library.apply_rotary_pos_emb_interleave if interleaved else library.apply_rotary_pos_emb
-    key = products[:, LATENT:].view(tokens, 1, 1, ROPE)
-    turned, turned_key = rope(queries.unsqueeze(2), key, cos.unsqueeze(1), sin.unsqueeze(1))
-    assert torch.equal(whole[..., LATENT:], turned.squeeze(2))
-    assert not whole[..., :LATENT].any()
-    wanted = form.encode(torch.cat((norm(products[:, :LATENT]), turned_key.view(tokens, ROPE)), -1))
+    kv_rows(form, products, norm.weight.data, EPS, angles, target, queries, whole[..., latent:])
+    turn = library.apply_rotary_pos_emb_interleave if interleaved else library.apply_rotary_pos_emb
+    key = products[:, latent:].view(tokens, 1, 1, rope)
+    turned, turned_key = turn(queries.unsqueeze(2), key, cos.unsqueeze(1), sin.unsqueeze(1))
+    assert torch.equal(whole[..., latent:], turned.squeeze(2))
+    assert not whole[..., :latent].any()
+    wanted = form.encode(torch.cat((norm(products[:, :latent]), turned_key.view(tokens, rope)), -1))
     check_rows(target, wanted, form, share=1e-2 if dtype == torch.bfloat16 else 0.5)
     alone = RowTarget(torch.zeros(tokens, form.row_bytes, dtype=torch.uint8, device="cuda"))
     kv_rows(form, products, norm.weight.data, EPS, angles, alone)

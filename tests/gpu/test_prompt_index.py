@@ -103,7 +103,7 @@ BLOCKS: Final = {
 
 
 @forms
-@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_each_token_selects_a_stable_top_k(form: RowFormat, heads: int, name: str) -> None:
     """Blocks of few tokens are shared by several blocks of threads."""

@@ -265,7 +265,8 @@ class Twin:
         for state in (self.cpu, self.gpu):
             own = {k: None if v is None else v.to(state.rows.device) for k, v in places.items()}
             calls[direction](state, **own, **more)
-        torch.cuda.synchronize()
+        if self.gpu.rows.is_cuda:
+            torch.cuda.synchronize()
         for name in ("host", "rows", "index_keys"):
             same(f"{direction}: {name}", getattr(self.cpu, name), getattr(self.gpu, name))
 

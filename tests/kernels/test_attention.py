@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention import attend_rows
 from kernels.cuda import attention as room
 from kernels.cuda.attention import Cut
+from kernels.row_bytes import KINDS
+from protocol.errors import BadInput
 from tests.emulated.device import COMPILER, Device
 from tests.support.attention_rig import Case
 
@@ -26,15 +29,16 @@ def device() -> Iterator[Device]:
     room._hopper_kernel.cache_clear()
 
 
-def case_of(kind: str, **shape: int) -> Case:
-    return Case(kind, torch.bfloat16, latent=512, rope=64, **shape)
+def case_of(kind: str, *, sinks: bool = False, **shape: int) -> Case:
+    return Case(kind, torch.bfloat16, latent=512, rope=64, sinks=sinks, **shape)
 
 
 def run(case: Case, splits: int, together: int = 0) -> Tensor:
     """Attend in pairs of blocks that take as many heads as there are up to 128, or `together`."""
     case.out.fill_(float("nan"))
     cut = Cut(together or (64 if case.queries.shape[1] <= 64 else 128), splits)
-    room._attend_on_hopper(case.state, 1, case.form, case.queries, case.out_rows, case.scaling, case.out, cut)
+    given = (case.state, 1, case.form, case.queries, case.out_rows, case.scaling, case.out, case.sinks)
+    room._attend_on_hopper(*given, cut)
     return case.out.clone()
 
 
@@ -55,6 +59,51 @@ def run(case: Case, splits: int, together: int = 0) -> Tensor:
 def test_attention_is_that_of_the_definition(kind: str, splits: int, shape: dict[str, int]) -> None:
     case = case_of(kind, **shape)
     torch.testing.assert_close(run(case, splits).double(), case.expected(1), rtol=BOUND, atol=BOUND)
+
+
+@pytest.mark.parametrize(
+    ("kind", "splits", "shape"),
+    [
+        ("bfloat16", 1, {"heads": 64, "k": 150, "batch": 2}),  # groups add up their rows
+        ("fp8", 3, {"heads": 64, "k": 330, "batch": 1}),
+        ("fp8", 1, {"heads": 128, "k": 100, "batch": 2}),  # a group has the whole result
+        ("bfloat16", 2, {"heads": 72, "k": 150, "batch": 1}),
+    ],
+    ids=str,
+)
+def test_a_sink_counts_once_and_adds_no_row(kind: str, splits: int, shape: dict[str, int]) -> None:
+    """However many parts a result has; the last batch row holds nothing where there are two."""
+    case = case_of(kind, sinks=True, **shape)
+    torch.testing.assert_close(run(case, splits).double(), case.expected(1), rtol=BOUND, atol=BOUND)
+
+
+@pytest.mark.parametrize(("kind", "splits", "heads"), [("fp8", 1, 128), ("bfloat16", 2, 72)])
+def test_sinks_of_nothing_leave_every_bit_and_high_ones_leave_nothing(kind: str, splits: int, heads: int) -> None:
+    case = case_of(kind, heads=heads, k=150, batch=1)
+    without = run(case, splits)
+    case.sinks = torch.full((heads,), -torch.inf)
+    case.sinks[1::2] = 1e4
+    out = run(case, splits)
+    assert torch.equal(out[:, ::2], without[:, ::2])
+    assert without[0].all()
+    assert not out[:, 1::2].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_has_sinks_too(kind: str, dtype: torch.dtype) -> None:
+    case = Case(kind, dtype, sinks=True)
+    attend_rows(case.state, 1, case.queries, case.out_rows, case.scaling, case.out, case.sinks)
+    bound = 1e-5 if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(case.out.double(), case.expected(1), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(5), torch.zeros(4).double(), torch.zeros(8)[::2]])
+def test_sinks_that_are_not_a_logit_a_head_are_refused(wrong: Tensor) -> None:
+    case = Case("bfloat16", torch.bfloat16)
+    with pytest.raises(BadInput, match="sinks"):
+        attend_rows(case.state, 1, case.queries, case.out_rows, case.scaling, case.out, wrong)
+    assert case.out.isnan().all()
 
 
 def test_two_pairs_share_the_heads_of_a_row() -> None:

@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -35,7 +35,7 @@ REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168, "bloc
 TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 
 
-#: Row layouts of the models' two formats of rows: they compile for Hopper in all clusters in each run.
+#: Row layouts of DeepSeek-V3.2's two formats of rows: they compile for Hopper in all clusters in each run.
 SERVED: Final = tuple(layout for layout in kernels_compile.LAYOUTS if layout[0] in (656, 1152))
 LARGEST: Final = RANKS[-1:]
 #: Architecture, layouts and clusters of each run; the rest is deep.
@@ -88,9 +88,9 @@ def test_variant_compiles_without_spills(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", kernels_compile.ARCHITECTURES)
 def test_every_variant_compiles_without_spills(arch: str, compile_all: Callable[..., None]) -> None:
-    """For Hopper all pairs of layout and cluster; for later architectures each layout with another cluster."""
+    """For Hopper all pairs of layout and cluster; for later architectures each layout and each cluster."""
     if arch in ("sm_100", "sm_120"):
-        for layout, ranks in zip(kernels_compile.LAYOUTS, RANKS, strict=True):
+        for layout, ranks in zip(kernels_compile.LAYOUTS, cycle(RANKS), strict=False):
             compile_all(arch, (layout,), (ranks,))
     else:
         compile_all(arch, kernels_compile.LAYOUTS, RANKS)
@@ -133,7 +133,7 @@ def test_swap_in_host_loads_do_not_wait_for_each_other(layout: tuple[int, int, i
 @pytest.mark.timeout(900)
 def test_swap_in_host_loads_of_the_other_variants_do_not_wait() -> None:
     others = [it for it in HOST_LOADS if not of_each_run(*it)]
-    assert len(others) == 20
+    assert len(others) == 30
     assert [it for it in others if host_loads_wait(*it)] == []
 
 
@@ -174,9 +174,10 @@ def place_of(elf: bytes, name: str) -> tuple[int, int]:
 
 #: Of shared memory on Hopper, in each block and beside the 227 KiB that a block gets.
 SYSTEM_SHARED_BYTES: Final = 1024
-ATTENTION: Final = [hopper_defines(kind, heads) for kind in ("bfloat16", "fp8") for heads in HEADS_TOGETHER]
 attention_variants = pytest.mark.parametrize(
-    "defines", ATTENTION, ids=lambda defines: "-".join(str(it[1]) for it in defines[:2])
+    "defines",
+    list(kernels_compile.attention_variants()),
+    ids=lambda defines: "-".join(str(it[1]) for it in defines[:3]),
 )
 
 
@@ -195,6 +196,23 @@ def test_products_of_attention_are_asynchronous(defines: jit.Defines) -> None:
     groups = 2 * (1 + turns) * [18] + 2 * 2 * turns * [sums]
     assert len(products) == sum(groups)
     assert sum(it.closes_group for it in products) == len(groups)
+
+
+@pytest.mark.parametrize("heads", HEADS_TOGETHER)
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+def test_sinks_cost_nothing_between_products(kind: str, heads: int) -> None:
+    """As many instructions ahead of each product as without sinks, but for what the first group does behind its last
+    one; and as many registers."""
+    ahead = []
+    for sinks in (False, True):
+        code = code_of_attention(hopper_defines(kind, heads, sinks))
+        products = [place for place, it in enumerate(code) if it.multiplies]
+        own = len(products) // 2
+        ahead.append([later - earlier for earlier, later in pairwise([0, *products])])
+        ahead[-1][own] = 0
+    assert ahead[0] == ahead[1]
+    resources = [kept_unit("attend_rows", hopper_defines(kind, heads, it), "sm_90").resources for it in (False, True)]
+    assert resources[0] == resources[1]
 
 
 @attention_variants
@@ -285,6 +303,8 @@ def test_header_asserts_the_sizes_that_ctypes_has() -> None:
         (13, 0, 0, [1]),
         (656, 0, 0, [16]),
         (1152, 0, 0, [128]),
+        (196, 0, 0, [4]),
+        (320, 0, 0, [64]),
         (1152, 0, 8, [8]),
         (584, 512, 0, [128, 8]),
         (584, 72, 0, [8, 128]),

@@ -71,7 +71,7 @@ def selections(
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "kind", "processors"), pairwise(tuple(BLOCKS), (32, 64), ("fp8", "bfloat16"), (2, 3, 7))
+    ("name", "heads", "kind", "processors"), pairwise(tuple(BLOCKS), (16, 32, 64), ("fp8", "bfloat16"), (2, 3, 7))
 )
 def test_each_token_selects_as_the_reference(
     name: str, heads: int, kind: str, processors: int, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +138,9 @@ def test_only_hopper_and_known_keys_are_taken(monkeypatch: pytest.MonkeyPatch) -
     assert not room.takes(64, fp8, half, 2048, other)
     assert not room.takes(64, exact, torch.float32, 2048, hopper)
     assert not room.takes(64, fp8, torch.float32, 2048, hopper)
-    assert not room.takes(16, fp8, half, 2048, hopper)
+    assert room.takes(16, fp8, half, 2048, hopper)
+    assert not room.takes(15, fp8, half, 2048, hopper)
+    assert not room.takes(65, fp8, half, 2048, hopper)
     assert not room.takes(64, fp8, half, 4096, hopper)
     assert not room.takes(64, index_key_format("fp8", 64), half, 2048, hopper)
     room.takes.cache_clear()

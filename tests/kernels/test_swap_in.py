@@ -231,7 +231,14 @@ def test_empty_seat_and_bad_length_trip_and_give_minus_one() -> None:
 
 @pytest.mark.parametrize(
     ("row_bytes", "split"),
-    [*((size, 0) for size in (*range(1, 18), 576, 584, 656, 1152)), (2, 1), (3, 2), (20, 13), (584, 512), (512, 256)],
+    [
+        *((size, 0) for size in (*range(1, 18), 196, 320, 576, 584, 656, 1152)),
+        (2, 1),
+        (3, 2),
+        (20, 13),
+        (584, 512),
+        (512, 256),
+    ],
 )
 def test_rows_of_any_byte_count_and_plane_count(row_bytes: int, split: int) -> None:
     """No tail of 1 to 7 bytes stays behind, in every layer of the group and every plane. SGLang #22131."""

@@ -30,6 +30,7 @@ class Case:
         stored: int = 300,
         seed: int = 0,
         device: str = "cpu",
+        sinks: bool = False,
     ) -> None:
         draw = torch.Generator().manual_seed(seed)
         self.form: RowFormat = kv_row_format(kind, latent, rope)
@@ -56,6 +57,7 @@ class Case:
         self.out_rows = entries.to(device)
         self.queries = torch.randn(batch, heads, latent + rope, generator=draw).to(device=device, dtype=dtype)
         self.scaling = (latent + rope) ** -0.5
+        self.sinks = (3 * torch.randn(heads, generator=draw)).to(device) if sinks else None
         self.out = torch.full((batch, heads, latent), float("nan"), dtype=dtype, device=device)
 
     def expected(self, layer: int, rounded: torch.dtype = torch.float64) -> Tensor:
@@ -67,7 +69,9 @@ class Case:
             held = stored[entries[entries >= 0].long()]
             if len(held):
                 scores = self.queries[row].cpu().double() @ held.T * self.scaling
-                out[row] = scores.softmax(-1) @ held[:, : self.form.scaled]
+                if self.sinks is not None:  # one more score, whose share goes to no row
+                    scores = torch.cat((scores, self.sinks.cpu().double().unsqueeze(1)), 1)
+                out[row] = scores.softmax(-1)[:, : len(held)] @ held[:, : self.form.scaled]
         return out
 
     def sort_entries(self, row: int, head: int, *, falling: bool) -> None:

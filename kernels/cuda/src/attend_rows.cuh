@@ -19,6 +19,9 @@
 // Shares are exp2(score - level) with a level per head that lags behind the highest score by up to SLACK: shares then
 // stay below 2**SLACK, and sums need rescaling only where a block passes that (the first one, and few after).
 //
+// SINKS: a head has one more logit, which no row has. Its share joins the weight behind the loop, once a result: who divides by
+// the weight adds it. The loop is the same with sinks and without.
+//
 // The splits of a result are pairs of the same cluster. Its parts (by split and, where groups have rows, by group) stay in
 // shared memory; then every block adds up a share of its half of the result over all of them.
 //
@@ -321,6 +324,12 @@ __device__ __forceinline__ void load_queries(const AttendRows& p, const Task& ta
 __device__ __forceinline__ float inverse_of(float weight) {
     return weight > 0 ? 1.0f / weight : weight == 0 ? 1.0f : weight;
 }
+// Share of the sink of head `head` of all, where shares count from `level`.
+__device__ __forceinline__ float sink_of(const AttendRows& p, int head, float level) {
+    constexpr float LOG2_E = 1.44269504f;
+    if (!SINKS || head >= p.heads) return 0.0f;
+    return exp2_of(fmaf(__ldg(p.sinks + head), LOG2_E, level == none() ? 0.0f : -level));
+}
 __device__ __forceinline__ u8* result_of(const AttendRows& p, const Task& task, int head) {
     return static_cast<u8*>(p.out) + ((static_cast<i64>(task.row) * p.heads + task.first_head + head) * LATENT + task.half * HALF) * 2;
 }
@@ -332,7 +341,9 @@ template <int W> __device__ __forceinline__ void write_result(const AttendRows& 
     any_named(2 + W, GROUP, false);  // all warps of the group have read its queries
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float factor = inverse_of(a.weight[half]);
+        float weight = a.weight[half];
+        if (SINKS) weight += sink_of(p, task.first_head + W * 64 + warp * 16 + half * 8 + g, a.level[half]);
+        const float factor = inverse_of(weight);
 #pragma unroll
         for (int j = 0; j < 32; ++j)
             *reinterpret_cast<u32*>(lines + (half * 8 + g) * (2 * HALF) + ((j ^ g) << 4) + 4 * t) =
@@ -366,7 +377,7 @@ __device__ __forceinline__ int rank_of(const Task& task, int part) { return part
 __device__ __forceinline__ int group_of(int part, int head) { return ROW_GROUPS == 2 ? part % 2 : head / 64; }
 
 // What each part's sums count for in the result, for all heads, in the order of parts.
-__device__ __forceinline__ void weigh_parts(const Task& task, int parts, Shared& s) {
+__device__ __forceinline__ void weigh_parts(const AttendRows& p, const Task& task, int parts, Shared& s) {
     Account& account = account_of(s);
     const int head = threadIdx.x;
     if (head < HEADS) {
@@ -380,6 +391,7 @@ __device__ __forceinline__ void weigh_parts(const Task& task, int parts, Shared&
             weight += fade * *at_peer(&account.totals[group][head % 64], rank_of(task, i));
             account.factors[i][head] = fade;
         }
+        if (SINKS) weight += sink_of(p, task.first_head + head, level);
         account.inverse[head] = inverse_of(weight);
     }
     sync_named(1, CONSUMERS);
@@ -389,7 +401,7 @@ __device__ __forceinline__ void add_parts(const AttendRows& p, const Task& task,
     constexpr int QUADS = HALF / 4, TOGETHER = 4;
     const Account& account = account_of(s);
     const int parts = p.splits * ROW_GROUPS, heads = min(HEADS, p.heads - task.first_head);
-    weigh_parts(task, parts, s);
+    weigh_parts(p, task, parts, s);
 #pragma unroll 2
     for (int i = task.split * CONSUMERS + threadIdx.x; i < heads * QUADS; i += p.splits * CONSUMERS) {
         const int head = i / QUADS, quad = i % QUADS;

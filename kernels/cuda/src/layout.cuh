@@ -231,8 +231,9 @@ struct AttendRows {
     float scale;          // times log2(e)
     i32 heads, k, splits;
     i32 span;             // entries of a split
+    const float* sinks;   // [heads]; null without SINKS
 };
-static_assert(sizeof(AttendRows) == 56, "as ctypes lays it out");
+static_assert(sizeof(AttendRows) == 64, "as ctypes lays it out");
 
 // A CUtensorMap, as the driver encodes it.
 struct alignas(64) TensorMap {

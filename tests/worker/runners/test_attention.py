@@ -44,11 +44,12 @@ def run(case: Case, layer: int = 1) -> torch.Tensor:
 def test_sizes_are_those_of_the_model_families() -> None:
     assert [kv_row_format(kind, 512, 64).row_bytes for kind in KINDS] == [2304, 1152, 656]
     assert [index_key_format(kind, 128).row_bytes for kind in KINDS] == [512, 256, 132]
+    assert [kv_row_format(kind, 128, 32).row_bytes for kind in KINDS] == [640, 320, 128 + 4 + 64]
     assert kv_row_format("fp8", 64, 16).row_bytes == 64 + 4 + 32
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (64, 16), (256, 2)])
+@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (128, 32), (64, 16), (256, 2)])
 def test_a_format_is_known_by_its_bytes(kind: str, latent: int, rope: int) -> None:
     assert kv_row_format_of(kv_row_format(kind, latent, rope).row_bytes, latent, rope) == kv_row_format(
         kind, latent, rope
@@ -127,7 +128,7 @@ def test_rotation_keeps_products_and_spreads_outliers(dim: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("latent", "rope", "heads"), [(64, 16, 4), (512, 64, 3)])
+@pytest.mark.parametrize(("latent", "rope", "heads"), [(64, 16, 4), (128, 32, 32), (512, 64, 3)])
 def test_attention_is_that_of_the_definition(kind: str, dtype: torch.dtype, latent: int, rope: int, heads: int) -> None:
     case = Case(kind, dtype, latent=latent, rope=rope, heads=heads)
     bound = 1e-5 if dtype == torch.float32 else 2.0**-8
