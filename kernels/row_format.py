@@ -8,7 +8,7 @@
 
     fp8 at r 512, d 64, 656 bytes:   0 latent    512 scales[4]     528 rope     132 at D 128:   0 key    128 scale
     fp4 at r 512, d 64, 352 bytes:   0 latent    256 scales[32]    288 rope      68 at D 128:   0 key     64 scales[4]
-    fp8 at r 128, d 32, 196 bytes:   0 latent    128 scale         132 rope     (A.X-K2-Light; no padding: architecture.md)
+    fp8 at r 128, d 32, 196 bytes:   0 latent    128 scale         132 rope     (A.X-K2-Light)
 
 **fp8.** A scaled value is e4m3 * scale, with scale = largest magnitude of its group / 448. The rope part is not
 quantised: its few values decide by position, and an error there does not average out over a latent's many dimensions.
