@@ -1,4 +1,4 @@
-"""What kinds of KV cost in accuracy, beside float32: `python -m benchmarks.kv_accuracy [--steps 2048] [--json PATH]`.
+"""Measures what kinds of KV cost in accuracy, beside float32: `python -m benchmarks.kv_accuracy [--json PATH]`.
 
 Weights are random, so that the figures compare kinds with each other and say nothing of a trained model's answers.
 On a CPU; no time is measured.

@@ -1,8 +1,8 @@
 """The `hisparse` command.
 
-Import rule: at its top a command module imports only click, the standard library and `hisparse.console.options`; other
-modules (msgspec, trio, zmq, rich, torch) are imported inside the function that needs them. So `hisparse --help` stays
-under 150 ms, and a command imports only what it uses. A test checks `sys.modules`.
+Import rule: at its top a command module imports only click, the standard library, `hisparse.console.options` and the
+table of model families; other modules (msgspec, trio, zmq, rich, torch) are imported inside the function that needs
+them. So `hisparse --help` stays under 150 ms, and a command imports only what it uses. A test checks `sys.modules`.
 
 Exit codes are stable; scripts may rely on them (`hisparse.console.options.EXIT_CODES`).
 """

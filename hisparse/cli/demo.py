@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from hisparse.cli.model import FAMILIES
 from hisparse.console.options import EXIT_FAILED
+from worker.families.table import names
 
 
 def _range(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
@@ -18,7 +18,7 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
 
 
 @click.command(short_help="Serve, move requests, check every token.")
-@click.option("--family", type=click.Choice(FAMILIES), default="glm-5", show_default=True, help="Model code.")
+@click.option("--family", type=click.Choice(names()), default="glm-5", show_default=True, help="Model code.")
 @click.option(
     "--prompts",
     multiple=True,

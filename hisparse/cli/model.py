@@ -8,8 +8,7 @@ import click
 
 from hisparse.cli.model_check import check
 from protocol.errors import BadInput, ConfigError
-
-FAMILIES = ("deepseek-v3.2", "glm-5")
+from worker.families.table import models, names
 
 
 @click.group()
@@ -22,7 +21,7 @@ model.add_command(check)
 
 @model.command(short_help="Write a small random checkpoint.")
 @click.argument("path", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--family", type=click.Choice(FAMILIES), default="deepseek-v3.2", show_default=True, help="Model code.")
+@click.option("--family", type=click.Choice(names()), default="deepseek-v3.2", show_default=True, help="Model code.")
 @click.option("--topk", default=128, show_default=True, type=click.IntRange(1), help="Rows the indexer selects.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the random weights.")
 @click.option("--fp8", is_flag=True, help="Weights in block-FP8, in the layout of the published repositories.")
@@ -44,8 +43,8 @@ def tiny(path: Path, family: str, topk: int, seed: int, fp8: bool, predictable: 
 
 @model.command(short_help="Write a checkpoint of published shapes, with fewer layers.")
 @click.argument("path", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--like", "family", required=True, type=click.Choice(FAMILIES), help="The published model.")
-@click.option("--layers", required=True, type=click.IntRange(1), help="Layers, of the published 61 or 78.")
+@click.option("--like", "family", required=True, type=click.Choice(models()), help="The published model.")
+@click.option("--layers", required=True, type=click.IntRange(1), help="Layers, fewer than published.")
 @click.option("--experts", default=0, type=click.IntRange(0), help="Routed experts of a layer; default: as published.")
 @click.option("--fp8/--bf16", default=True, show_default=True, help="Weights in block-FP8, or all in bfloat16.")
 @click.option("--ue8m0", is_flag=True, help="FP8 scales are powers of two, as in DeepSeek-V3.2.")

@@ -17,7 +17,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 
-@pytest.mark.parametrize(("family", "draft_tokens"), [("glm-5", 0), ("deepseek-v3.2", 0), ("deepseek-v3.2", 2)])
+@pytest.mark.parametrize(
+    ("family", "draft_tokens"), [("glm-5", 0), ("deepseek-v3.2", 0), ("deepseek-v3.2", 2), ("a.x-k2", 0)]
+)
 def test_the_demo_passes_on_a_gpu(family: str, draft_tokens: int, tmp_path: Path) -> None:
     command = [
         sys.executable,

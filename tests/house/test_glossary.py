@@ -44,8 +44,11 @@ LEFT: dict[str, tuple[set[str], str]] = {
         | {"kernels/cuda/deep_gemm.py", "kernels/cuda/deep_gemm_cache.py", "kernels/cuda/quantize.py"}
         | {"worker/oracle.py", "tests/gpu/test_deep_gemm.py", "tests/kernels/test_quantize.py"}
         | {"tests/kernels/test_deep_gemm.py", "tests/worker/weights/test_modules.py"}
-        | {"worker/weights/layout.py", "worker/weights/model.py", "worker/weights/modules.py"},
-        "the gate projection of an MLP and its experts, as the model library spells it",
+        | {"worker/weights/layout.py", "worker/weights/model.py", "worker/weights/modules.py"}
+        | {"worker/families/axk2.py", "worker/families/base.py", "worker/runners/attention.py"}
+        | {"worker/runners/prompt.py", "worker/runners/splitting.py", "worker/runners/transformers_dsa.py"}
+        | {"tests/worker/families/test_axk2.py", "tests/worker/families/test_toy_family.py"},
+        "gate projections of MLPs and experts, and gates of norms and attention, as the model library spells them",
     ),
 }
 

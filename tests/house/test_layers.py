@@ -51,7 +51,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"service"},
     ],
     "worker": [
-        {"keeper"},
+        {"keeper", "families"},
         {"device", "pool", "link", "weights", "oracle"},
         {"streams", "group"},
         {"runners"},

@@ -19,8 +19,8 @@ from protocol.settings import HttpSettings
 from protocol.tokenizer_files import TokenizerFile
 from tests.support.fakes.fake_model import FakeModel, Script
 from tests.support.http_rig import DEEPSEEK_TOKENS, FrontRig, deepseek_tokenizer_json, front_rig
+from tests.support.tiny_templates import TEMPLATES
 from worker.runners.tiny import EOS, VOCAB
-from worker.runners.tiny_template import TEMPLATES
 
 #: Of one answer, on a machine whose cores are busy.
 LIMIT_S: Final = 240.0

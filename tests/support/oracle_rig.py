@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import worker.oracle
+from worker.families.table import FAMILIES
 
 #: For each line on stdin, paths of an input, an output and a file for errors, it runs the file that it is given, in a
 #: process of its own, and prints the exit status.
 _PROGRAM: Final = """
 import gc, json, os, runpy, sys, transformers
-for family in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
+for family in sys.argv[2:]:
     getattr(transformers, family)
 runpy.run_path(sys.argv[1])
 assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
@@ -79,5 +80,6 @@ def _forked(paths: list[Path]) -> int:
 @cache
 def _zygote() -> subprocess.Popen[str]:
     """Ends with this process."""
-    command = [*_COMMAND, "-c", _PROGRAM, worker.oracle.__file__]
+    classes = (it.config_class.replace("Config", "ForCausalLM") for it in FAMILIES.values() if it.config_class)
+    command = [*_COMMAND, "-c", _PROGRAM, worker.oracle.__file__, *classes]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")

@@ -8,7 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from worker.weights.layout import SCALE_SUFFIX, TensorSpec, scale_shape, tensors_of
+from worker.families.base import TensorSpec
+from worker.weights.layout import SCALE_SUFFIX, scale_shape, tensors_of
 from worker.weights.shards import INDEX
 
 BLOCK = (128, 128)

@@ -45,6 +45,7 @@ from protocol import logs, messages
 from protocol.errors import BadInput
 from tests.support.gateway_rig import GatewayRig, running
 from tests.support.hostile_http import attack
+from tests.support.tiny_templates import TEMPLATES
 from tests.support.tls_pair import pair_in
 from tests.support.walks import walk
 from tools.fuzz.rig import (
@@ -66,7 +67,6 @@ from tools.fuzz.rig import (
     warmed_up,
 )
 from tools.fuzz.sink import sink
-from worker.runners.tiny_template import TEMPLATES
 
 MODULE: Final = "tools.fuzz.http"
 #: Connections of one process at a time, and how many of a hundred go to the front with TLS.

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -34,18 +34,17 @@ from torch import Tensor
 
 from kernels.cuda.pointwise import join_norm, rms_norm
 from kernels.cuda.projected import can_join, index_rows, kv_rows
-from kernels.cuda.quantize import Codes
+from kernels.cuda.quantize import Codes, quantize
 from kernels.encode import encode
 from kernels.routing import add_parts
 from kernels.row_format import RowFormat
 from kernels.row_target import Angles, RowTarget
+from worker.families.base import Family, Module
 from worker.weights.memory import WeightMemory
 from worker.weights.modules import Activations, joined_of, make_codes_for, product, products
 
 #: Index scores per head held at once in prefill: 2 MiB of float32 stays within a core's cache.
 SCORE_FLOATS_MAX: Final = 524_288
-
-Module = Any  # modules of the model library, whose attributes are not typed
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ class Compressed(NamedTuple):
     """What all projections of N x S tokens in one layer begin with."""
 
     hidden: Activations  # [N, S, hidden], normed
-    residual: Activations  # [N, S, q_lora_rank]: what queries are made of
+    residual: Activations  # [N, S, q_lora_rank]: what the indexer's queries are made of
+    queried: Activations  # [N, S, ...]: what attention's queries are made of; `residual` in most families
     #: Products of `hidden` that the launch of the residual gave too, where weights are joined: [N, S, r + d] of
     #: kv_a_proj_with_mqa, [N, S, D] of the indexer's wk.
     latent: Tensor | None = None
@@ -100,6 +100,7 @@ class Projected:
     #: On a GPU: the queries against rows that `query_rope` lies in, [N * S, H, r + d], whose first r values are to be
     #: written.
     queries: Tensor | None = None
+    gate: Tensor | None = None  # [N, S, H * v]: as the family's `gate_attended` takes it
 
     def of_tokens(self, tokens: slice) -> Projected:
         """The queries of some tokens."""
@@ -143,8 +144,11 @@ def normed(norm: Module, values: Tensor) -> Tensor:
     return rms_norm(values, norm.weight, norm.variance_epsilon) if values.is_cuda else norm(values)
 
 
-def normed_rows(norm: Module, values: Tensor, member: Module) -> Activations:
-    """The same, for products with `member` and others."""
+def normed_rows(norm: Module, values: Tensor, member: Module | None, family: Family) -> Activations:
+    """A norm of the library's, which may have more than its RMS norm, for products with `member` and others."""
+    rms = family.rms_of(norm)
+    if rms is not norm:
+        return Activations(family.gate_norm(norm, normed(rms, values)))
     if not values.is_cuda:
         return Activations(norm(values))
     codes = make_codes_for(member, values.shape[:-1].numel())
@@ -159,30 +163,52 @@ def join_normed(
     also: Tensor | Codes | None = None,
     member: Module | None = None,
     into: Tensor | None = None,
+    *,
+    family: Family,
 ) -> tuple[Tensor, Activations | None]:
     """values [N, S, n] + (sum of parts [R, N * S, n] + added), rounded after each, `into` where it is given, and the
-    library's RMS norm of that, for products with `member` and others; it goes to `also` [N * S, n] too."""
+    library's norm of that, for products with `member` and others; it goes to `also` [N * S, n] too."""
+    rms = None if norm is None else family.rms_of(norm)
+    if rms is not norm:
+        total, found = join_normed(rms, values, parts, added, into=into, family=family)
+        assert found is not None
+        gated = family.gate_norm(norm, found.values)
+        if also is not None:
+            _copy_rows(gated.flatten(0, -2), also)
+        return total, Activations(gated)
     if values.is_cuda:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        codes = None if member is None else make_codes_for(member, values.shape[:-1].numel())
-        total, found = join_norm(values, parts, added, weight, eps, also, codes, into)
-        return total, None if found is None else Activations(found, codes)
+        codes = make_codes_for(member, values.shape[:-1].numel())
+        total, normed_values = join_norm(values, parts, added, weight, eps, also, codes, into)
+        return total, None if normed_values is None else Activations(normed_values, codes)
     whole = parts[0] if len(parts) == 1 else add_parts(parts, values.dtype)
     whole = whole.view(values.shape)
     total = torch.add(values, whole if added is None else whole + added, out=into)
     return total, None if norm is None else Activations(norm(total))
 
 
-def compress(attention: Module, hidden: Activations) -> Compressed:
+def _copy_rows(rows: Tensor, target: Tensor | Codes) -> None:
+    """Write `rows` [M, n] to rows that lie apart, quantized where they are Codes."""
+    if isinstance(target, Codes):
+        found = quantize(rows, powers=target.powers)
+        target.values.copy_(found.values)
+        target.scales.copy_(found.scales)
+    else:
+        target.copy_(rows)
+
+
+def compress(attention: Module, hidden: Activations, family: Family) -> Compressed:
     """Of normed hidden states [N, S, hidden]."""
     members = [attention.q_a_proj, attention.kv_a_proj_with_mqa]
     if attention.indexer is not None:
         members.append(attention.indexer.wk)
-    if joined_of(members) is not None:
-        residual, *others = products(hidden, *members)
-        return Compressed(hidden, normed_rows(attention.q_a_layernorm, residual, attention.q_b_proj), *others)
-    residual = product(hidden, attention.q_a_proj)
-    return Compressed(hidden, normed_rows(attention.q_a_layernorm, residual, attention.q_b_proj))
+    is_joined = joined_of(members) is not None
+    down, *others = products(hidden, *members) if is_joined else [product(hidden, attention.q_a_proj)]
+    if not family.reads_compressed:
+        residual = normed_rows(attention.q_a_layernorm, down, family.query_projection(attention), family)
+        return Compressed(hidden, residual, residual, *others)
+    residual = normed_rows(attention.q_a_layernorm, down, getattr(attention.indexer, "wq_b", None), family)
+    return Compressed(hidden, residual, Activations(family.query_input(residual.values, down)), *others)
 
 
 def project(
@@ -193,21 +219,23 @@ def project(
     cos: Tensor,
     sin: Tensor,
     target: RowTarget | None = None,
+    *,
+    family: Family,
 ) -> Projected:
     """Queries and KV rows of N x S tokens at the positions of cos, sin [N, S, d]. Rows go to `target` where launches
     are joined."""
     batch, tokens, _ = inputs.hidden.values.shape
-    queries = product(inputs.residual, attention.q_b_proj).view(batch, tokens, -1, attention.qk_head_dim)
+    queries, gate = family.split_queries(attention, product(inputs.queried, family.query_projection(attention)))
     nope, rotary = queries.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
     down = product(inputs.hidden, attention.kv_a_proj_with_mqa) if inputs.latent is None else inputs.latent
     if not can_join(forms.rows, cos):
         rows, rotary = _rows(attention, forms, rope, down, cos, sin, rotary.transpose(1, 2))
-        return Projected(nope.transpose(1, 2), rotary, rows)
+        return Projected(nope.transpose(1, 2), rotary, rows, gate=gate)
     heads, (latent, rope_dim) = queries.shape[2], (forms.rows.scaled, forms.rows.plain)
     whole = queries.new_empty(batch * tokens, heads, latent + rope_dim)
     turned = whole[..., latent:]
     kept = _join_rows(attention, forms, rope, down, cos, sin, target, (rotary.flatten(0, 1), turned))
-    return Projected(nope.transpose(1, 2), turned.view(rotary.shape).transpose(1, 2), kept, whole)
+    return Projected(nope.transpose(1, 2), turned.view(rotary.shape).transpose(1, 2), kept, whole, gate)
 
 
 def project_rows(
@@ -280,7 +308,7 @@ def project_index(
 
     `rotation` [D, D], orthogonal and symmetric, turns queries and keys alike.
     """
-    hidden, residual, _, down = inputs
+    hidden, residual, down = inputs.hidden, inputs.residual, inputs.index_key
     batch, tokens, _ = hidden.values.shape
     queries = product(residual, indexer.wq_b).view(batch, tokens, indexer.n_heads, indexer.head_dim)
     down = product(hidden, indexer.wk) if down is None else down

@@ -19,7 +19,9 @@ from protocol.messages import EOS_IDS_MAX, ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.small_files import read_json_object
 from protocol.tokenizer_files import TokenizerFile
-from worker.weights.config_fields import FAMILIES, SHARING, check_fields, unserved
+from worker.families.base import SHARING
+from worker.families.table import FAMILIES
+from worker.weights.config_fields import check_fields, unserved
 from worker.weights.dimensions import VOCAB_MAX, check_dimensions
 from worker.weights.layout import BYTES, require_draft_layer
 from worker.weights.quantization import read_quantization
@@ -69,7 +71,7 @@ def read_dimensions(path: str | Path) -> Any:
     if reason := unserved(config):
         raise _unfit(reason, path, f"use one of {', '.join(FAMILIES)}")
     _check_values(config, file, "config")
-    if FAMILIES[config["model_type"]].read & SHARING & config.keys() and not config.get("indexer_types"):
+    if FAMILIES[config["model_type"]].shares and SHARING & config.keys() and not config.get("indexer_types"):
         return read_by_library(file)
     missing = [name for name in DIMENSIONS if not isinstance(config.get(name), int)]
     if missing:
@@ -78,13 +80,13 @@ def read_dimensions(path: str | Path) -> Any:
 
 
 def kinds_of(dimensions: Any, settings: WorkerSettings) -> KvKinds:
-    """What a worker of these settings would keep KV in: by default as the weights are."""
+    """Return the kinds that a worker of these settings would keep KV in: by default that of the weights."""
     model = stored_dtype(dimensions) if settings.dtype == AUTO else settings.dtype
     return kv_kinds(model, settings.kv_dtype, settings.row_dtype, settings.index_dtype)
 
 
 def kv_kinds(model: str, kv_dtype: str, row_dtype: str = AUTO, index_dtype: str = AUTO) -> KvKinds:
-    """What rows and index keys are kept in by these settings, where a model is computed in the dtype `model`."""
+    """Return the kinds that these settings say, of a model that is computed in the dtype `model`."""
     both = model if kv_dtype == AUTO else kv_dtype
     return KvKinds(*(both if kind == AUTO else kind for kind in (row_dtype, index_dtype)))
 

@@ -60,21 +60,23 @@ def experts_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     return (GROUPED, GROUPED) if has_kernel else (BATCHED, BATCHED)
 
 
-def routed(moe: Any, hidden: Tensor, experts: str, over: Over | None = None) -> Tensor:
+def routed(
+    moe: Any, hidden: Tensor, experts: str, over: Over | None = None, choice: ExpertChoice | None = None
+) -> Tensor:
     """Parts [R, N * S, hidden] of the sum that the routed experts of a mixture add to `hidden` [N, S, hidden]. `moe` is
-    the library's module, or one with `BlockExperts` in it.
+    the library's module, or one with `BlockExperts` in it; without a `choice` its own router runs.
 
     `over` the ranks of a group, if `moe` holds a share of the experts. On a GPU `hidden` lies in `over.own_hidden` too.
     """
     rows = hidden.view(-1, hidden.shape[-1])
     if over is None:
-        weights, chosen = _choose(moe.gate, rows, None)
+        weights, chosen = _choose(moe.gate, choice, rows, None)
         return _experts(moe.experts, experts, rows, chosen, weights).unsqueeze(0)
     compute = partial(_share, moe.experts, experts, over.share)
     if not rows.is_cuda:
-        weights, chosen = _choose(moe.gate, rows, over.real)
+        weights, chosen = _choose(moe.gate, choice, rows, over.real)
         return over.exchange.parts(rows, chosen, weights, over.rows, compute)
-    _choose(moe.gate, rows, over.real, over.exchange.own(over.rows))
+    _choose(moe.gate, choice, rows, over.real, over.exchange.own(over.rows))
     return over.exchange.parts_of_own(len(rows), over.rows, compute)
 
 
@@ -91,12 +93,13 @@ def gated_mlp(mlp: Any, rows: Activations) -> Tensor:
     return output
 
 
-def _choose(router: Any, rows: Tensor, real: Tensor | None, into: ExchangedRows | None = None) -> tuple[Tensor, Tensor]:
+def _choose(
+    router: Any, choice: ExpertChoice | None, rows: Tensor, real: Tensor | None, into: ExchangedRows | None = None
+) -> tuple[Tensor, Tensor]:
     """Weights [T, k] and choices int[T, k] of rows [T, hidden]; where `real` bool[T] is false, choices are -1.
 
     Those of `into` where it is given; there, rows behind T choose -1."""
-    choice = ExpertChoice.of(router)
-    if rows.is_cuda and choice.has_kernel:
+    if rows.is_cuda and choice is not None and choice.has_kernel:
         logits = router_logits(rows, router.weight)
         return choose_experts(logits, router.e_score_correction_bias, choice, real, into)
     _, weights, chosen = router(rows)

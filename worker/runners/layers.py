@@ -33,6 +33,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.attention import attend_rows
+from kernels.expert_choice import ExpertChoice
 from kernels.layout import Geometry
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of, latent_exponent
 from kernels.row_target import RowTarget
@@ -40,6 +41,8 @@ from kernels.state import DeviceState
 from protocol.config_checks import SEATS_MAX
 from protocol.units import pages_for
 from worker.device.step_rows import StepRows
+from worker.families.base import VECTOR_FLOATS, Module
+from worker.families.table import family_of
 from worker.group.exchange import Alike, Exchange
 from worker.runners import attention as mla
 from worker.runners.experts import Over, experts_for, gated_mlp, hold_share, padding, routed
@@ -49,13 +52,9 @@ from worker.weights.memory import OwnMemory, WeightMemory
 from worker.weights.model import held_bytes
 from worker.weights.modules import Activations
 
-#: The rotary function of each family's indexer, by its name in the library's module. Attention interleaves in both.
-INDEX_ROPE: Final = {
-    "deepseek_v32": "apply_rotary_pos_emb",
-    "glm_moe_dsa": "apply_rotary_pos_emb_interleave",
-}
-#: torch's CPU loops take this many floats at a time (two AVX-512 registers); what is left over takes another path.
-VECTOR_FLOATS: Final = 32
+#: The rotary functions of the library's modules: of halves, and of neighbours.
+ROPE: Final = "apply_rotary_pos_emb"
+INTERLEAVED: Final = f"{ROPE}_interleave"
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [N, S, d] of some positions
 
@@ -64,14 +63,15 @@ Angles = tuple[Tensor, Tensor]  # cos and sin [N, S, d] of some positions
 class Layer:
     number: int
     group: int
-    module: mla.Module
+    module: Module
     forms: mla.Forms
     absorbed: mla.Absorbed
+    choice: ExpertChoice | None  # of a mixture, where kernels choose as its router does
     anchor: bool  # runs its own indexer
     followers: tuple[int, ...]  # of an anchor: the layers that share its selection
 
     @property
-    def attention(self) -> mla.Module:
+    def attention(self) -> Module:
         return self.module.self_attn
 
     @property
@@ -114,15 +114,16 @@ class Layers:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         config = model.config
+        self.family = family = family_of(config)
         self.rows = kv_row_format_of(geometry.row_bytes, config.kv_lora_rank, config.qk_rope_head_dim)
         self.keys = index_key_format_of(geometry.index_row_bytes, config.index_head_dim)
         quantised = self.keys.is_quantised
         self._rotation = hadamard(config.index_head_dim, self.dtype, self.device) if quantised else None
         self.index_dtype = self.dtype if quantised else self.keys.dtype  # index_topk wants queries as keys are
         library = sys.modules[type(model).__module__]
-        self._rope = mla.Rope(library.apply_rotary_pos_emb_interleave, interleaved=True)
-        name = INDEX_ROPE[config.model_type]
-        self._index_rope = mla.Rope(getattr(library, name), interleaved=name.endswith("interleave"))
+        self._rope = mla.Rope(getattr(library, INTERLEAVED), interleaved=True)
+        name = INTERLEAVED if family.index_interleaves else ROPE
+        self._index_rope = mla.Rope(getattr(library, name), interleaved=family.index_interleaves)
         self.decode_experts, self.prompt_experts = experts_for(self.device, self.dtype)
         self._row_multiple = row_multiple(config) if deterministic and self.device.type == "cpu" else 1
         self._geometry = geometry
@@ -158,17 +159,17 @@ class Layers:
 
     def enter(self, layer: Layer, hidden: Tensor) -> Activations:
         """The norm of hidden states [N, S, hidden] ahead of a layer's projections."""
-        return mla.normed_rows(layer.module.input_layernorm, hidden, layer.attention.q_a_proj)
+        return mla.normed_rows(layer.module.input_layernorm, hidden, layer.attention.q_a_proj, self.family)
 
     def compress(self, layer: Layer, entered: Activations) -> mla.Compressed:
         """Form what all projections of a layer begin with, of `entered` [N, S, hidden]."""
-        return mla.compress(layer.attention, entered)
+        return mla.compress(layer.attention, entered, self.family)
 
     def project(
         self, layer: Layer, inputs: mla.Compressed, angles: Angles, target: RowTarget | None = None
     ) -> mla.Projected:
         """The attention's projections. KV rows go to `target` where launches are joined."""
-        return mla.project(layer.attention, layer.forms, self._rope, inputs, *angles, target)
+        return mla.project(layer.attention, layer.forms, self._rope, inputs, *angles, target, family=self.family)
 
     def project_index(
         self, layer: Layer, inputs: mla.Compressed, angles: Angles, target: RowTarget | None = None
@@ -192,9 +193,11 @@ class Layers:
         about = layer.forms, self._index_rope, entered, *angles, self._rotation, to_keys
         return rows, mla.project_index_keys(layer.attention.indexer, *about)
 
-    def finish(self, layer: Layer, hidden: Tensor, attended: Tensor, experts: str, *, rows: int = 0) -> None:
+    def finish(
+        self, layer: Layer, hidden: Tensor, attended: Tensor, experts: str, *, gate: Tensor | None = None, rows: int = 0
+    ) -> None:
         """Make `hidden` [N, S, hidden] what it is after the layer: `leave_attention`, the MLP and `join` in turn."""
-        between = self.leave_attention(layer, hidden, attended, experts, rows=rows)
+        between = self.leave_attention(layer, hidden, attended, experts, gate=gate, rows=rows)
         parts, shared = self.routed(layer, between, experts), self.shared(layer, between)
         self.join(between, parts, shared, None, into=hidden)
 
@@ -205,10 +208,12 @@ class Layers:
         attended: Tensor,
         experts: str,
         *,
+        gate: Tensor | None = None,
         rows: int = 0,
         real: Tensor | None = None,
     ) -> Halfway:
-        """Output projection and residual of `attended` [N, S, H * v], and the norm ahead of the MLP.
+        """Output projection and residual of `attended` [N, S, H * v] by the `gate` of its projections, if there is one,
+        and the norm ahead of the MLP.
 
         In a group, `rows` is the size of the round, 0: that of `hidden`; `real` bool[B] tells rows of a decode batch
         from padding.
@@ -218,10 +223,11 @@ class Layers:
         if layer.has_experts and self._exchange is not None:
             over = self._over(self._exchange, rows or (len(hidden) + surplus) * hidden.shape[1], real)
         also = None if over is None or not hidden.is_cuda else over.own_hidden(hidden)
+        attended = attended if gate is None else self.family.gate_attended(attended, gate)
         norm, added = layer.module.post_attention_layernorm, layer.attention.o_proj(attended)
         mlp = layer.module.mlp
         first = mlp.shared_experts.gate_proj if layer.has_experts else mlp.gate_proj
-        hidden, normed = mla.join_normed(norm, hidden, _part(added), also=also, member=first)
+        hidden, normed = mla.join_normed(norm, hidden, _part(added), also=also, member=first, family=self.family)
         assert normed is not None
         return Halfway(hidden, Activations(F.pad(normed.values, (0, 0, 0, 0, 0, surplus))) if surplus else normed, over)
 
@@ -232,7 +238,7 @@ class Layers:
     def routed(self, layer: Layer, between: Halfway, experts: str) -> Tensor:
         """Parts [R, N * S, hidden] of the sum that routed experts add, or an MLP without experts."""
         if layer.has_experts:
-            return routed(layer.module.mlp, between.normed.values, experts, between.over)
+            return routed(layer.module.mlp, between.normed.values, experts, between.over, layer.choice)
         return _part(gated_mlp(layer.module.mlp, between.normed))
 
     def join(
@@ -240,7 +246,7 @@ class Layers:
         between: Halfway,
         parts: Tensor,
         shared: Tensor | None,
-        following: Layer | mla.Module | None,
+        following: Layer | Module | None,
         *,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Activations | None]:
@@ -251,7 +257,8 @@ class Layers:
         parts, member = parts[:, : rows * between.hidden.shape[1]], None
         if isinstance(following, Layer):
             following, member = following.module.input_layernorm, following.attention.q_a_proj
-        return mla.join_normed(following, between.hidden, parts, shared, member=member, into=into)
+        about: Any = {"member": member, "into": into, "family": self.family}
+        return mla.join_normed(following, between.hidden, parts, shared, **about)
 
     def pad(self, layer: Layer, rows: int) -> None:
         """Take part in the MLP of `layer`, in a round of `rows`, without a prompt."""
@@ -355,6 +362,7 @@ class Layers:
             module=module,
             forms=mla.Forms(self.rows, self.keys, scale),
             absorbed=mla.Absorbed.of(attention, f"model.layers.{number}.self_attn", self._memory, scale),
+            choice=self.family.choice(module.mlp.gate) if hasattr(module.mlp, "experts") else None,
             anchor=members[0] == number,
             followers=members[1:] if members[0] == number else (),
         )
@@ -372,7 +380,7 @@ class Layers:
         latents = queries.new_empty(*queries.shape[:2], self.rows.scaled)
         attend_rows(state, 0, queries, own, layer.attention.scaling, latents)
         attended = mla.expand_values(layer.absorbed, latents)
-        finished, normed = self._finish_step(layer, hidden, attended.unsqueeze(1))
+        finished, normed = self._finish_step(layer, hidden, attended.unsqueeze(1), projected.gate)
         parts = [self.rows.decode(projected.rows), queries, finished, self.head(normed)]
         if layer.anchor:
             index = self.project_index(layer, inputs, angles)
@@ -380,9 +388,11 @@ class Layers:
             parts += [index.queries, self.keys.decode(index.keys), index.weights]
         return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 
-    def _finish_step(self, layer: Layer, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish_step(
+        self, layer: Layer, hidden: Tensor, attended: Tensor, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`finish` as a decode step has it, with the model's norm of the result."""
-        between = self.leave_attention(layer, hidden, attended, self.decode_experts)
+        between = self.leave_attention(layer, hidden, attended, self.decode_experts, gate=gate)
         parts, shared = self.routed(layer, between, self.decode_experts), self.shared(layer, between)
         finished, normed = self.join(between, parts, shared, self.model.model.norm)
         assert normed is not None

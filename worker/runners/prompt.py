@@ -84,6 +84,11 @@ class PromptBlock:
         """The block in the pass."""
         return slice(self.first, self.stop)
 
+    @property
+    def gate(self) -> Tensor | None:
+        """Gate of the projections, until they are taken away."""
+        return None if self.projected is None else self.projected.gate
+
     def place(self, piece: PromptPart) -> slice:
         """A piece in the block."""
         return slice(piece.first - self.first, piece.end - self.first)

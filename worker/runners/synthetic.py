@@ -13,10 +13,9 @@ from typing import Any, Final
 import torch
 
 from protocol.config_checks import WEIGHT_ONLY
-from protocol.errors import ConfigError
+from worker.families.table import family_named
 from worker.group.exchange import Collectives, Exchange
 from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kinds
-from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import DTYPES, AfterIndexTopk, TransformersRunner
 from worker.weights.layout import ExpertShare
 from worker.weights.matmul import Matmul, resolve_matmul
@@ -24,24 +23,18 @@ from worker.weights.modules import expert_matmul
 from worker.weights.quantization import Quantization
 from worker.weights.random_model import random_model
 
-#: Of glm-5: layers that select for themselves are this many apart; those between share.
+#: Where layers may share selections, those that select are this many apart.
 SHARED_EVERY: Final = 4
 
 
 def synthetic_config(family: str, layers: int, **changes: Any) -> Any:
     """The library's configuration of `family` with `layers` layers, all MLPs dense, and `changes` over it.
 
-    glm-5 shares each selection over SHARED_EVERY layers. Raises ConfigError for an unknown family.
+    SHARED_EVERY layers share a selection, where the family's layers may. Raises ConfigError for an unknown family.
     """
-    if family not in FAMILIES:
-        raise ConfigError("unknown family", field="family", value=family, remedy=f"use one of {', '.join(FAMILIES)}")
-    from transformers import DeepseekV32Config, GlmMoeDsaConfig
-
+    known = family_named(family)
     shape = {"num_hidden_layers": layers, "mlp_layer_types": ["dense"] * layers}
-    if family == "glm-5":
-        kinds = ["shared" if number % SHARED_EVERY else "full" for number in range(layers)]
-        return GlmMoeDsaConfig(**(shape | {"indexer_types": kinds} | changes))
-    return DeepseekV32Config(**(shape | changes))
+    return known.config(**(shape | known.shared_selections(layers, SHARED_EVERY) | changes))
 
 
 def synthetic_matmul(matmul: str, *, device: str, dtype: str = "bfloat16", fp8: bool) -> Matmul:

@@ -1,4 +1,4 @@
-"""Small random checkpoints of either family, made by the model library's own config class, for tests and the demo.
+"""Small random checkpoints of each family, made by the model library's own config class, for tests and the demo.
 
 worker/runners/tiny_weights.py describes their weights. Importing this module imports neither torch nor the library.
 """
@@ -6,14 +6,14 @@ worker/runners/tiny_weights.py describes their weights. Importing this module im
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.errors import ConfigError
-from worker.runners.tiny_template import TEMPLATES
+from worker.families.base import Family
+from worker.families.table import family_named, names
 
-FAMILIES: Final = ("deepseek-v3.2", "glm-5")
+#: Names of the families.
+FAMILIES: Final = tuple(names())
 
 BOS, EOS, PAD = 256, 257, 258
 #: Layers, an even number: the second half has experts.
@@ -55,39 +55,26 @@ def write_tiny_checkpoint(
     `whole_blocks`; `powers_of_two`: with scales as `scale_fmt` ue8m0 has them. `predictable`: of a model whose drafts
     are mostly right.
     """
-    if family not in FAMILIES:
-        raise ConfigError("unknown family", field="family", value=family, remedy=f"use one of {', '.join(FAMILIES)}")
-    from transformers.utils import logging
-
-    from worker.runners.tiny_weights import random_model, write_fp8
+    known = family_named(family)
+    from worker.runners.tiny_weights import random_model, write_weights
 
     widths = (WHOLE if whole_blocks else RAGGED) if fp8 else {}
     config = tiny_config(family, index_topk, context_max_tokens, layers, n_routed_experts=experts, **widths)
     model = random_model(config, seed, predictable=predictable)
-    _write_template(Path(path), family)
-    if fp8:
-        write_fp8(Path(path), model, powers_of_two=powers_of_two)
-        return
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    model.save_pretrained(path)
-    for weights in Path(path).glob("*.safetensors"):  # the library writes them for their owner alone
-        shutil.copymode(Path(path) / "config.json", weights)
-    if shown:
-        logging.enable_progress_bar()
+    _write_template(Path(path), known)
+    write_weights(Path(path), model, fp8=fp8, powers_of_two=powers_of_two)
 
 
-def _write_template(path: Path, family: str) -> None:
+def _write_template(path: Path, family: Family) -> None:
     """Without a tokenizer.json: ids are bytes."""
     path.mkdir(parents=True, exist_ok=True)
-    settings = {"chat_template": TEMPLATES[family]}
+    settings = {"chat_template": family.template}
     (path / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False))
 
 
 def tiny_config(family: str, index_topk: int, context_max_tokens: int, layers: int = LAYERS, **widths: int) -> Any:
-    """The library's config of `layers`, half of them with experts; glm-5 shares every other layer's selection."""
-    from transformers import DeepseekV32Config, GlmMoeDsaConfig
-
+    """The library's config of `layers`, half of them with experts; every other one selects, if layers may share."""
+    known = family_named(family)
     shape: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 128,
@@ -116,7 +103,5 @@ def tiny_config(family: str, index_topk: int, context_max_tokens: int, layers: i
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "pad_token_id": PAD,
-    } | widths
-    if family == "glm-5":
-        return GlmMoeDsaConfig(**shape, indexer_types=["full", "shared"] * (layers // 2))
-    return DeepseekV32Config(**shape)
+    }
+    return known.config(**(shape | dict(known.tiny) | known.shared_selections(layers, 2) | widths))

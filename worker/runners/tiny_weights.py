@@ -40,9 +40,11 @@ import torch
 from torch import Tensor
 
 from kernels.block_weight import BlockFp8
-from worker.weights.layout import EXPERT, TensorSpec, tensors_of
+from worker.families.base import Family, TensorSpec
+from worker.families.table import family_of
+from worker.weights.layout import EXPERT, tensors_of
 from worker.weights.model import append_draft_layer
-from worker.weights.writing import quantize_blocks, write_repository
+from worker.weights.writing import SHARD_BYTES, quantize_blocks, write_repository
 
 BYTES: Final = 256
 PRINTABLE: Final = (10, *range(32, 127))
@@ -91,23 +93,23 @@ def _shape(model: Any, generator: torch.Generator, *, predictable: bool) -> None
         if weight.dim() > 1:
             gain = LAYER_GAIN if "o_proj" in name or "down_proj" in name else 1.0
             weight.copy_(normal(*weight.shape) * (gain / math.sqrt(weight.shape[-1])))
-    common = normal(model.config.hidden_size)
+    common, family = normal(model.config.hidden_size), family_of(model.config)
     embedding = model.model.embed_tokens.weight
     embedding.copy_(_mix(EMBEDDING_COMMON, common, normal(*embedding.shape)))
     anchor = None
     for layer in model.model.layers:
         if layer.self_attn.indexer is not None:
             anchor = layer
-            _shape_attention(layer.self_attn, common, normal)
-            _shape_indexer(layer.self_attn, common, model.config.model_type)
+            _shape_attention(layer.self_attn, common, family, normal)
+            _shape_indexer(layer.self_attn, common, family)
         else:
-            _follow(layer.self_attn, anchor)
+            _follow(layer.self_attn, anchor, family)
     if predictable:
         _let_one_layer_lead(model.model.layers)
     _shape_head(model, common, generator)
 
 
-def _shape_attention(attention: Any, common: Tensor, normal: Normal) -> None:
+def _shape_attention(attention: Any, common: Tensor, family: Family, normal: Normal) -> None:
     """One query for all heads, over one key: a nope part made of the latent, and a larger rope part."""
     heads, nope, rank = attention.num_heads, attention.qk_nope_head_dim, attention.q_lora_rank
     down = attention.kv_a_proj_with_mqa.weight
@@ -119,19 +121,19 @@ def _shape_attention(attention: Any, common: Tensor, normal: Normal) -> None:
     direction = attention.q_a_proj.weight @ common
     static = torch.outer(normal(attention.qk_head_dim), direction / direction.norm())
     query = _mix(QUERY_COMMON, static, normal(attention.qk_head_dim, rank))
-    attention.q_b_proj.weight.copy_(query.repeat(heads, 1) * (SHARPNESS / math.sqrt(rank)))
+    family.queries_of(attention).copy_(query.expand(heads, -1, -1) * (SHARPNESS / math.sqrt(rank)))
 
 
-def _shape_indexer(attention: Any, common: Tensor, family: str) -> None:
+def _shape_indexer(attention: Any, common: Tensor, family: Family) -> None:
     """The queries and the key of `attention`, rope part first as the indexer has it."""
     indexer, nope, latent = attention.indexer, attention.qk_nope_head_dim, attention.kv_lora_rank
     rotary = torch.arange(indexer.qk_rope_head_dim)
-    if family == "deepseek_v32":  # its indexer rotates halves where its attention rotates neighbours
+    if not family.index_interleaves:  # halves, where its attention rotates neighbours
         rotary = torch.cat((rotary[0::2], rotary[1::2]))
     down = attention.kv_a_proj_with_mqa.weight
     key = attention.kv_b_proj.weight.view(attention.num_heads, -1, latent)[0, :nope] @ down[:latent]
     indexer.wk.weight.copy_(torch.cat((down[latent:][rotary], key)))
-    queries = attention.q_b_proj.weight.view(attention.num_heads, attention.qk_head_dim, -1)
+    queries = family.queries_of(attention)
     wanted = torch.cat((nope + rotary, torch.arange(nope)))
     opposite = slice(attention.num_heads // 2, None)
     indexer.wq_b.weight.copy_(queries[:, wanted].flatten(0, 1))
@@ -141,12 +143,13 @@ def _shape_indexer(attention: Any, common: Tensor, family: str) -> None:
     weights[opposite].neg_()
 
 
-def _follow(attention: Any, anchor: Any) -> None:
+def _follow(attention: Any, anchor: Any, family: Family) -> None:
     """Make a layer that shares a selection attend by the same queries and keys, to values of its own; and make its
     anchor change the residual little, so that they stay the same."""
     source = anchor.self_attn
-    for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"):
+    for name in ("q_a_proj", "kv_a_proj_with_mqa"):
         getattr(attention, name).weight.copy_(getattr(source, name).weight)
+    family.queries_of(attention).copy_(family.queries_of(source))
     shape, nope = (attention.num_heads, -1, attention.kv_lora_rank), attention.qk_nope_head_dim
     attention.kv_b_proj.weight.view(shape)[:, :nope] = source.kv_b_proj.weight.view(shape)[:, :nope]
     for name, weight in anchor.named_parameters():
@@ -172,7 +175,7 @@ def _add_draft_layer(model: Any, generator: torch.Generator) -> None:
     model.config.num_nextn_predict_layers = 1
     append_draft_layer(model)
     layers, hidden = model.model.layers, model.config.hidden_size
-    layer, copied = layers[-1], layers[_leading(layers)].self_attn.state_dict()
+    layer, leading = layers[-1], layers[_leading(layers)]
     layer.to_empty(device="cpu").requires_grad_(False)
     for name, weight in sorted(layer.state_dict().items()):
         if weight.dim() < 2:
@@ -180,7 +183,8 @@ def _add_draft_layer(model: Any, generator: torch.Generator) -> None:
             continue
         gain = DRAFT_EXPERT_GAIN if "down_proj" in name else 1.0
         weight.copy_(torch.randn(weight.shape, generator=generator) * (gain / math.sqrt(weight.shape[-1])))
-    layer.self_attn.load_state_dict(layers[0].self_attn.state_dict() | copied)
+    layer.self_attn.load_state_dict(layers[0].self_attn.state_dict() | leading.self_attn.state_dict())
+    layer.input_layernorm.load_state_dict(leading.input_layernorm.state_dict())
     layer.eh_proj.weight[:, hidden:] *= DRAFT_STATE_GAIN
     layer.eh_proj.weight[:, :hidden] = torch.eye(hidden)
 
@@ -214,6 +218,7 @@ class _Weights:
 
     def __init__(self, model: Any, *, powers_of_two: bool) -> None:
         self._state: dict[str, Tensor] = model.state_dict()
+        self._module_name = family_of(model.config).module_name
         self._powers_of_two = powers_of_two
 
     def plain(self, spec: TensorSpec, first: int, count: int) -> Tensor:
@@ -232,7 +237,7 @@ class _Weights:
     def _weight(self, spec: TensorSpec) -> Tensor:
         found = EXPERT.match(spec.name)
         if found is None:
-            return self._state[spec.name]
+            return self._state[self._module_name(spec.name)]
         prefix, expert, projection = found.groups()
         if projection == "down_proj":
             return self._state[f"{prefix}.down_proj"][int(expert)]
@@ -240,12 +245,11 @@ class _Weights:
         return gate if projection == "gate_proj" else up
 
 
-def write_fp8(path: Path, model: Any, *, powers_of_two: bool) -> None:
-    """Write the repository of `model` as FP8 ones are published, in several shards of 1 MiB."""
+def write_weights(path: Path, model: Any, *, fp8: bool, powers_of_two: bool) -> None:
+    """Write the repository of `model` in the published layout, in FP8 in shards of 1 MiB: a weight and its scales
+    may lie in two."""
     about = json.loads(model.config.to_json_string(use_diff=False))
     source, specs = _Weights(model, powers_of_two=powers_of_two), tensors_of(model.config, draft_layer=True)
-    # Several shards, as published: a weight and its scales may lie in two of them.
-    write_repository(
-        path, about, specs, source, fp8=True, dtype=torch.float32, powers_of_two=powers_of_two, shard_bytes=1 << 20
-    )
+    stored: Any = {"fp8": fp8, "powers_of_two": powers_of_two, "shard_bytes": 1 << 20 if fp8 else SHARD_BYTES}
+    write_repository(path, about, specs, source, dtype=torch.float32, **stored)
     model.generation_config.save_pretrained(path)

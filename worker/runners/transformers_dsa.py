@@ -1,7 +1,7 @@
-"""DeepSeek-V3.2 and GLM-5 from the transformers library, with the KV cache behind swap-in.
+"""Models of the transformers library, with the KV cache behind swap-in.
 
-Any checkpoint directory of the two families loads: config.json, safetensors, a tokenizer if there is one. What a layer
-computes is in layers.py; this is where it meets the KV cache.
+Any checkpoint directory of a served family (worker/families/) loads: config.json, safetensors, a tokenizer if there is
+one. What a layer computes is in layers.py; this is where it meets the KV cache.
 
 Per layer, a block of a prompt pass is two operations on `compute`: *project* (norm, projections, write rows and index
 keys, and on an anchor layer the top-k) and *attend* (attention over rows, output projection, MLP, and in a decode step
@@ -56,6 +56,7 @@ from worker.device.gpu_memory import cuda_device, free_device_bytes
 from worker.device.passes import PassUnit
 from worker.device.sizing import require_weights_fit
 from worker.device.step_rows import StepRows, rows_max
+from worker.families.base import Module
 from worker.group.exchange import Collectives, Exchange
 from worker.keeper.memory import KeptMemory, TableDiffersError, find_memory
 from worker.keeper.messages import TABLE_VERSION, WeightsIdentity
@@ -127,6 +128,7 @@ class _RunnerScratch:
     real: Tensor  # bool[B]
     angles: Angles  # [B, 1, d]
     queries: Tensor  # [B, H, r + d]
+    gate: Tensor | None  # [B, 1, H * v]: of the family's output gate
     latents: Tensor  # [B, H, r]
     compressed: mla.Compressed | None  # of a layer, for its *select* and *project*
     between: Halfway | None  # of a layer, for its MLP
@@ -209,7 +211,7 @@ class TransformersRunner:
         draft_tokens: int = 0,
         keeper: Path | None = None,
     ) -> TransformersRunner:
-        """Load a checkpoint directory. Raises ConfigError when it is none of the two families, or cannot be served.
+        """Load a checkpoint directory. Raises ConfigError when it is of no served family, or cannot be served.
 
         `keeps_fp8`: weights stored in FP8 stay so in device memory, by default on a GPU; else they are decoded.
         `matmul`: worker.matmul, how FP8 products are formed; the runner's own says what that comes to. `collectives` of
@@ -459,7 +461,7 @@ class TransformersRunner:
         batch: StepBatch,
         layer: Layer,
         loaded: dict[int, Fence],
-        following: Layer | mla.Module,
+        following: Layer | Module,
     ) -> dict[int, Fence]:
         """One layer of a decode step, and the norm of its output that `following` asks for. `loaded`, and what returns:
         the swap-ins on `swap` of the layer's group."""
@@ -515,9 +517,9 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def _attend_block(self, block: PromptBlock, state: DeviceState, layer: Layer, rows: int) -> None:
-        hidden, experts = block.prompts.hidden[:, block.rows], self._layers.prompt_experts
+        hidden, experts, gate = block.prompts.hidden[:, block.rows], self._layers.prompt_experts, block.gate
         attended = self._prompt.attend(state, layer, block)
-        self._layers.finish(layer, hidden, attended, experts, rows=rows)
+        self._layers.finish(layer, hidden, attended, experts, gate=gate, rows=rows)
 
     @torch.inference_mode()
     def _write_draft_rows(
@@ -585,7 +587,7 @@ class TransformersRunner:
         layers, inputs = self._layers, scratch.compressed
         assert inputs is not None
         projected = layers.project(layer, inputs, scratch.angles, new_rows(state, layer.number, batch))
-        scratch.queries = mla.absorb_queries(layer.absorbed, projected)
+        scratch.queries, scratch.gate = mla.absorb_queries(layer.absorbed, projected), projected.gate
         if projected.rows is not None:
             write_new_rows(state, layer.number, batch, projected.rows.squeeze(1))
 
@@ -606,8 +608,8 @@ class TransformersRunner:
         scaling = layer.attention.scaling
         attend_rows(state, layer.number, scratch.queries, scratch.out_rows, scaling, scratch.latents)
         attended = mla.expand_values(layer.absorbed, scratch.latents).unsqueeze(1)
-        experts, real = self._layers.decode_experts, scratch.real
-        scratch.between = self._layers.leave_attention(layer, scratch.hidden, attended, experts, real=real)
+        experts, gate, real = self._layers.decode_experts, scratch.gate, scratch.real
+        scratch.between = self._layers.leave_attention(layer, scratch.hidden, attended, experts, gate=gate, real=real)
 
     @torch.inference_mode()
     def _share(self, scratch: _RunnerScratch, layer: Layer) -> None:
@@ -620,7 +622,7 @@ class TransformersRunner:
         scratch.parts = self._layers.routed(layer, scratch.between, self._layers.decode_experts)
 
     @torch.inference_mode()
-    def _join(self, scratch: _RunnerScratch, following: Layer | mla.Module) -> None:
+    def _join(self, scratch: _RunnerScratch, following: Layer | Module) -> None:
         assert scratch.between is not None
         scratch.hidden, entered = self._layers.join(scratch.between, scratch.parts, scratch.shared, following)
         assert entered is not None
@@ -717,7 +719,7 @@ class TransformersRunner:
         prepare_products(self._layers.model, PREPARED_ROWS, config.num_experts_per_tok, self._apart())
         self._prepared = ref(state)
 
-    def _apart(self) -> Sequence[mla.Module]:
+    def _apart(self) -> Sequence[Module]:
         """Modules whose products are formed by themselves though their weights are joined: a draft layer's rows and
         index keys come without queries."""
         if self._drafting is None:
@@ -742,6 +744,7 @@ class TransformersRunner:
                 real=empty,
                 angles=(empty, empty),
                 queries=empty,
+                gate=None,
                 latents=torch.empty(shape, dtype=self.dtype, device=device),
                 compressed=None,
                 between=None,

@@ -1,16 +1,18 @@
-"""Fields of config.json by served family: those read, those with one accepted value, those without effect. Pure.
+"""Fields of config.json: those read, those with one accepted value, those without effect. Pure.
 
 A field that no list names is refused: it may change what the model computes, and a service that ignores it would answer
-with tokens of another model. A field of null is absent, and so is an unknown one of false: what it names is off.
-tests/worker/weights/test_config_fields.py holds the lists against the model library's config classes.
+with tokens of another model. A field of null is absent, and so is an unknown one of false: what it names is off. A
+family adds to the lists (worker/families/base.py). tests/worker/weights/test_config_fields.py holds them against the
+model library's config classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from protocol.errors import ConfigError
+from worker.families.table import FAMILIES
 
 #: Fields that weights, sizes and arithmetic follow from, of every family. `num_experts` and `num_local_experts` are
 #: the library's other names of n_routed_experts.
@@ -26,8 +28,6 @@ READ: Final = frozenset(
         *("rope_parameters", "rope_scaling", "rope_theta"),
     )
 )
-#: Fields that one layer's use of another's selection follows from.
-SHARING: Final = frozenset({"indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"})
 #: Values that are computed, of fields that could ask for others.
 FIXED: Final[Mapping[str, tuple[object, ...]]] = {
     "tie_word_embeddings": (False,),
@@ -68,7 +68,6 @@ ROPE_FIELDS: Final = frozenset(
 )
 #: Other families with learned selection, by `model_type`: what each computes that is not implemented.
 NOT_SERVED: Final[Mapping[str, str]] = {
-    "axk2": "gated norms, and an output gate within q_b_proj",
     "hy_v4": "attention sinks, an output gate and four residual streams",
     "mistral_large4": "layers that reuse another layer's latent, and layers without rotation",
     "minimax_m3_vl": "keys and values of four heads, selected in blocks for each of them",
@@ -82,20 +81,6 @@ NOT_SERVED: Final[Mapping[str, str]] = {
 }
 #: Fields that an error names.
 NAMED_MAX: Final = 6
-
-
-class Fields(NamedTuple):
-    """Additions of a family to the lists above: fields that are read, and values of others."""
-
-    read: frozenset[str]
-    fixed: Mapping[str, tuple[object, ...]]
-
-
-#: Served families, by `model_type`.
-FAMILIES: Final[Mapping[str, Fields]] = {
-    "deepseek_v32": Fields(frozenset(), {"indexer_rope_interleave": (False,), "index_topk_freq": (1,)}),
-    "glm_moe_dsa": Fields(SHARING, {"indexer_rope_interleave": (True,)}),
-}
 
 
 def unserved(config: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from protocol.errors import ConfigError
+from worker.families.table import FAMILIES
 
 LAYERS_MAX: Final = 1024
 HEADS_MAX: Final = 4096
@@ -33,11 +34,17 @@ BOUNDS: Final[dict[str, tuple[int, int]]] = {
 INDEXER_KINDS: Final = ("full", "shared")
 
 
+def bounds_of(name: str) -> tuple[int, int]:
+    """Return the least and the most of a size; one that is a family's own is a width."""
+    return BOUNDS.get(name, (1, WIDTH_MAX))
+
+
 def check_dimensions(config: Mapping[str, Any], file: str, field: str) -> None:
     """Raise ConfigError, with `file` as the value of `field`, unless every size that `config` has is within BOUNDS and
     `indexer_types`, if it is there, names a kind for each layer. A size of null is the model library's default."""
-    for name, (least, most) in BOUNDS.items():
-        value = config.get(name)
+    family = FAMILIES.get(config.get("model_type", ""))
+    for name in (*BOUNDS, *(family.widths if family else ())):
+        value, (least, most) = config.get(name), bounds_of(name)
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise _refusal(f"{name} {_shown(value)} is not a whole number from {least} to {most}", file, field)
     kinds, layers = config.get("indexer_types"), config.get("num_hidden_layers")

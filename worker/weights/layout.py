@@ -23,12 +23,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kernels.expert_choice import CHOICE_BYTES, state_bytes
 from protocol.errors import ConfigError
 from protocol.messages import GROUP_SIZE_MAX
-from worker.weights.dimensions import BOUNDS
+from worker.families.base import ATTENTION, EXPERTS, MLP, Family, TensorSpec
+from worker.families.table import family_of
+from worker.weights.dimensions import bounds_of
 
 SCALE_SUFFIX: Final = "_scale_inv"
 #: Weights that FP8 repositories convert: the products of attention, of its indexer, and of MLPs.
@@ -63,15 +65,6 @@ TOPK_SCRATCH_BYTES: Final = 4 << 24
 EARLIER_ROWS_MAX: Final = 16_384
 #: Of a token id on the device.
 TOKEN_BYTES: Final = 8
-
-
-class TensorSpec(NamedTuple):
-    """One tensor of a repository. `converts`: FP8 repositories hold it as values and scales."""
-
-    name: str
-    shape: tuple[int, ...]
-    converts: bool = False
-    keeps_float32: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ def tensors_of(config: Any, experts: ExpertShare | None = None, *, draft_layer: 
 
     `config` has the fields of config.json as attributes. Raises ConfigError naming a field that is absent or unfit.
     """
-    _require_dimensions(config)
+    _require_dimensions(config, (*DIMENSIONS, *family_of(config).widths))
     if draft_layer:
         require_draft_layer(config)
     yield TensorSpec("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
@@ -157,8 +150,10 @@ def has_experts(config: Any, layer: int) -> bool:
     """Whether the MLP of `layer` is a mixture of experts."""
     if layer >= config.num_hidden_layers:
         return True
-    kinds = getattr(config, "mlp_layer_types", None)
-    return bool(kinds[layer] == "sparse") if kinds else layer >= getattr(config, "first_k_dense_replace", 0)
+    kinds, dense = getattr(config, "mlp_layer_types", None), getattr(config, "first_k_dense_replace", None)
+    if kinds:
+        return bool(kinds[layer] == "sparse")
+    return layer >= (family_of(config).dense_layers if dense is None else int(dense))
 
 
 def has_float32_routers(config: Any) -> bool:
@@ -230,22 +225,24 @@ def prompt_scratch_bytes(
     """Bytes that prompts take on a GPU beside weights and KV, at most: `passes` open passes of `pass_tokens`, and one
     block of `rows_max` rows on its way through a layer.
 
-    A pass keeps tokens, hidden states, angles and selection. A block holds its projections while tokens select, its
-    queries, latents and values while they attend, and then what an MLP or experts make of it; the largest of the three
-    counts. The experts of a group's `ranks` take rows of all of them, EXPERT_ROWS_MAX together or those of one rank.
-    In a pass that ranks split, they gather rows and index keys, and behind the last layer states.
+    A pass keeps tokens, hidden states, angles and selection. A block holds its states, their sum and its norm, its
+    selection, its projections while tokens select, its queries, latents and values while they attend, and then what an
+    MLP or experts make of it; the largest of the last three counts. The experts of a group's `ranks` take rows of all
+    of them, EXPERT_ROWS_MAX together or those of one rank. In a pass that ranks split, they gather rows and index keys,
+    and behind the last layer states.
     Raises ConfigError naming a field that is absent or unfit.
     """
     _require_dimensions(config, (*DIMENSIONS, "index_topk", "num_experts_per_tok"))
     value, hidden, row = BYTES[dtype], config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim
     kept = value * (hidden + 2 * config.qk_rope_head_dim) + 4 * config.index_topk + TOKEN_BYTES
-    query = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + row)  # and against rows
+    family = family_of(config)
+    query = sum(family.query_shape(config)) + config.num_attention_heads * row  # and against rows
     index = 2 * config.index_n_heads * config.index_head_dim  # turned, and in the order of the kernel
-    selecting = rows_max * value * (query + index + config.q_lora_rank + hidden + 2 * row) + TOPK_SCRATCH_BYTES
+    selecting = rows_max * value * (query + index + hidden + 2 * row) + TOPK_SCRATCH_BYTES
     attending = rows_max * value * config.num_attention_heads * (row + config.kv_lora_rank + config.v_head_dim)
     computing = value * max(_mlp_values(config, rows_max), _experts_values(config, rows_max, ranks))
     computing = max(computing, _quantized_experts_bytes(config, rows_max, ranks, value))
-    residual = rows_max * (3 * value * hidden + 4 * config.index_topk)  # states, their sum and its norm; selection
+    residual = rows_max * (value * (3 * hidden + family.kept_values(config)) + 4 * config.index_topk)
     gathering = 0
     if ranks > 1:
         gathered, sent = pass_tokens + ranks, ceil(pass_tokens / ranks)
@@ -283,13 +280,14 @@ def exchanged_row_bytes(values_bytes: int, choices: int) -> int:
 
 
 def _layer(config: Any, number: int, experts: ExpertShare) -> Iterator[TensorSpec]:
-    prefix, hidden = f"model.layers.{number}", config.hidden_size
-    yield TensorSpec(f"{prefix}.input_layernorm.weight", (hidden,))
-    yield from _attention(config, f"{prefix}.self_attn")
+    prefix, hidden, family = f"model.layers.{number}", config.hidden_size, family_of(config)
+    ahead_of = EXPERTS if has_experts(config, number) else MLP
+    yield from family.norm_tensors(config, f"{prefix}.input_layernorm", ATTENTION)
+    yield from _attention(config, f"{prefix}.self_attn", family)
     if has_indexer(config, number):
         yield from _indexer(config, f"{prefix}.self_attn.indexer")
-    yield TensorSpec(f"{prefix}.post_attention_layernorm.weight", (hidden,))
-    if not has_experts(config, number):
+    yield from family.norm_tensors(config, f"{prefix}.post_attention_layernorm", ahead_of)
+    if ahead_of == MLP:
         yield from _mlp(f"{prefix}.mlp", hidden, config.intermediate_size)
         return
     yield TensorSpec(
@@ -311,14 +309,12 @@ def _draft_layer(config: Any, experts: ExpertShare) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{prefix}.shared_head.norm.weight", (hidden,))
 
 
-def _attention(config: Any, prefix: str) -> Iterator[TensorSpec]:
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-    latent = config.kv_lora_rank
+def _attention(config: Any, prefix: str, family: Family) -> Iterator[TensorSpec]:
+    heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
     has_bias = bool(getattr(config, "attention_bias", False))
     yield from _product(f"{prefix}.q_a_proj", config.q_lora_rank, hidden, has_bias)
     yield TensorSpec(f"{prefix}.q_a_layernorm.weight", (config.q_lora_rank,))
-    yield from _product(f"{prefix}.q_b_proj", query, config.q_lora_rank)
+    yield from _product(f"{prefix}.q_b_proj", *family.query_shape(config))
     yield from _product(f"{prefix}.kv_a_proj_with_mqa", latent + config.qk_rope_head_dim, hidden, has_bias)
     yield TensorSpec(f"{prefix}.kv_a_layernorm.weight", (latent,))
     yield from _product(f"{prefix}.kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), latent)
@@ -347,7 +343,7 @@ def _product(prefix: str, rows: int, columns: int, has_bias: bool = False) -> It
 
 def _require_dimensions(config: Any, names: tuple[str, ...] = DIMENSIONS) -> None:
     for name in names:
-        value, (least, most) = getattr(config, name, None), BOUNDS[name]
+        value, (least, most) = getattr(config, name, None), bounds_of(name)
         if type(value) is not int or not least <= value <= most:
             raise ConfigError(
                 f"must be a whole number from {least} to {most}",

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from protocol.errors import ConfigError
+from worker.families.base import TensorSpec
 from worker.weights.layout import (
     EXPERT,
     SCALE_SUFFIX,
     SHARED_BY_DRAFT,
     ExpertShare,
-    TensorSpec,
     has_indexer,
     is_of_mtp,
     scale_shape,

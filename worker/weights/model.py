@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from kernels.block_weight import BlockFp8
 from protocol.logs import fields, logger
 from protocol.start_step import tell_step
-from worker.weights.layout import EXPERT, ExpertShare, TensorSpec, tensors_of
+from worker.families.base import TensorSpec
+from worker.families.table import family_of
+from worker.weights.layout import EXPERT, ExpertShare, tensors_of
 from worker.weights.matching import TensorMatch, match
 from worker.weights.matmul import DECODED, Matmul
 from worker.weights.memory import OwnMemory, WeightMemory
@@ -142,6 +144,7 @@ class ModelTensors:
         experts: ExpertShare | None,
     ) -> None:
         self.model, self._memory, self._device, self._dtype = model, memory, device, dtype
+        self._module_name = family_of(model.config).module_name
         self._keeps_kv_b = keeps_kv_b
         self._fp8, self._matmul = fp8, matmul
         config: Any = model.config
@@ -202,8 +205,8 @@ class ModelTensors:
             shapes = {one: tuple(self._library(one).weight.shape) for one in names}
             made = make_linears(shapes, self._memory, self._matmul)
             for one, linear in zip(names, made, strict=True):
-                parent, _, leaf = one.rpartition(".")
-                setattr(self.model.get_submodule(parent), leaf, linear)
+                module, leaf = self._module_of(one)
+                setattr(module, leaf, linear)
                 self._linears[one] = linear
         return self._linears[name].block_weight
 
@@ -219,7 +222,8 @@ class ModelTensors:
         return [name]
 
     def _library(self, name: str) -> Any:
-        return self.model.get_submodule(name)
+        module, leaf = self._module_of(name)
+        return getattr(module, leaf)
 
     def _expert(self, prefix: str, number: str, projection: str) -> Tensor:
         """The slice of the library's stacks: gate and up side by side in one, down in another."""
@@ -248,7 +252,8 @@ class ModelTensors:
         return self._blocks[prefix].weight(projection.removesuffix("_proj"), int(number) - self._share.first)
 
     def _module_of(self, name: str) -> tuple[nn.Module, str]:
-        parent, _, leaf = name.rpartition(".")
+        """Return the library's module that holds the stored tensor or product `name`, and what it is called there."""
+        parent, _, leaf = self._module_name(name).rpartition(".")
         return self.model.get_submodule(parent), leaf
 
 

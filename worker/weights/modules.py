@@ -123,7 +123,7 @@ class Activations(NamedTuple):
     codes: Codes | None = None
 
 
-def make_codes_for(member: nn.Module, rows: int) -> Codes | None:
+def make_codes_for(member: nn.Module | None, rows: int) -> Codes | None:
     """Memory for `rows` rows that `member` multiplies, and others of the same matmul; None where they stay as they
     are."""
     return member.make_codes(rows) if isinstance(member, BlockLinear) else None

@@ -1,6 +1,6 @@
 """What config.json says of quantized weights. Pure.
 
-Served is `quant_method` fp8 as both families publish it: e4m3 values, blocks of 128 x 128, scales of float32 or of
+Served is `quant_method` fp8 as all families publish it: e4m3 values, blocks of 128 x 128, scales of float32 or of
 powers of two (`scale_fmt` ue8m0, stored as float32 or as float8_e8m0fnu), activations quantized by the server or not at
 all. Which tensors are converted, their dtypes say: `modules_to_not_convert` is only compared with them.
 """

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.block_weight import BlockFp8
-from worker.weights.layout import ExpertShare, TensorSpec, tensors_of
+from worker.families.base import TensorSpec
+from worker.weights.layout import ExpertShare, tensors_of
 from worker.weights.matmul import DECODED, Matmul
 from worker.weights.memory import OwnMemory
 from worker.weights.model import ModelTensors, append_draft_layer, completed, empty_model, is_held_in_fp8

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from kernels.block_weight import BLOCK
 from protocol.errors import ConfigError
-from worker.weights.layout import TensorSpec, scale_shape, tensors_of
+from worker.families.base import TensorSpec
+from worker.families.table import family_named
+from worker.weights.layout import scale_shape, tensors_of
 from worker.weights.writing import SHARD_BYTES, write_repository
 
-FAMILIES: Final = ("deepseek-v3.2", "glm-5")
 #: e4m3 values that normal quantiles become before their scale: the largest of 256 quantiles, 2.9, is 371.
 QUANTILE_GAIN: Final = 128.0
 
@@ -56,30 +57,28 @@ def write_synthetic(
     )
 
 
-def published_config(family: str, *, layers: int = 0, experts: int = 0) -> Any:
-    """The library's configuration of the published model, with other numbers of layers and experts (0: as published).
+def published_config(name: str, *, layers: int = 0, experts: int = 0) -> Any:
+    """The library's configuration of the published model `name`, with other numbers of layers and experts (0: as
+    published).
 
     Raises ConfigError.
     """
-    from transformers import DeepseekV32Config, GlmMoeDsaConfig
-
-    if family not in FAMILIES:
-        raise ConfigError("unknown family", field="family", value=family, remedy=f"use one of {', '.join(FAMILIES)}")
-    kind = DeepseekV32Config if family == "deepseek-v3.2" else GlmMoeDsaConfig
+    family = family_named(name)
+    default = family.config(**family.models[name])
     wanted = {"num_hidden_layers": layers, "n_routed_experts": experts, "num_nextn_predict_layers": 1}
-    chosen = {name: value for name, value in wanted.items() if value}
+    chosen = {field: value for field, value in wanted.items() if value}
     if experts:
-        groups = math.gcd(kind().n_group, experts)
-        least = kind().num_experts_per_tok
+        groups, least = math.gcd(default.n_group or 1, experts), default.num_experts_per_tok
         if experts // groups < 2 or experts < least:
             raise ConfigError(
                 f"a token chooses {least} experts, from groups of at least two",
                 field="experts",
                 value=experts,
-                remedy=f"use a multiple of {2 * kind().n_group}, at least {least}",
+                remedy=f"use a multiple of {2 * (default.n_group or 1)}, at least {least}",
             )
-        chosen |= {"n_group": groups, "topk_group": min(groups, kind().topk_group)}
-    return kind(**chosen)
+        if default.n_group:
+            chosen |= {"n_group": groups, "topk_group": min(groups, default.topk_group)}
+    return family.config(**(dict(family.models[name]) | chosen))
 
 
 class _Random:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kernels.block_weight import BLOCK, BlockFp8
 from kernels.row_format import E4M3_MAX
-from worker.weights.layout import SCALE_SUFFIX, TensorSpec, scale_shape
+from worker.families.base import TensorSpec
+from worker.weights.layout import SCALE_SUFFIX, scale_shape
 from worker.weights.quantization import VALUES_DTYPE
 from worker.weights.safetensors_header import ELEMENT_BYTES
 from worker.weights.shards import INDEX
@@ -89,7 +90,8 @@ def write_repository(
     powers_of_two: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write config.json, the shards and their index; returns the bytes of all tensors. `config` is config.json's.
+    """Write config.json and the shards, with an index of several; returns the bytes of all tensors. `config` is
+    config.json's.
 
     With `fp8` weights that publishers convert are stored in FP8; all others in `dtype`, or in float32 where the model
     keeps that. Shards are cut before they exceed `shard_bytes`, except for a tensor that is larger by itself.
@@ -98,12 +100,13 @@ def write_repository(
     shards = list(_shards(_entries(specs, fp8, STORED[dtype]), shard_bytes))
     weight_map: dict[str, str] = {}
     for number, entries in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):06}.safetensors"
+        file = f"model-{number:05}-of-{len(shards):06}.safetensors" if shards[1:] else "model.safetensors"
         weight_map |= dict.fromkeys((it.name for it in entries), file)
         _write_shard(path / file, entries, source)
     total = sum(it.bytes for entries in shards for it in entries)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
+    if shards[1:]:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (path / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
     about = dict(config) | {"dtype": str(dtype).removeprefix("torch.")}
     if fp8:
         about["quantization_config"] = QUANTIZATION | ({"scale_fmt": "ue8m0"} if powers_of_two else {})

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from hisparse.cli import main
 from protocol.byte_sizes import parse_size
-from tests.support.published import DEEPSEEK_V32, GLM_53, SERVED
+from tests.support.published import DEEPSEEK_V32, FP8, GLM_53, SERVED
 from tests.support.sparse_repository import write_sparse
 from worker.runners.checkpoint import geometry_of, read_dimensions
 from worker.runners.tiny import write_tiny_checkpoint
@@ -129,7 +129,7 @@ def test_other_families_are_refused_with_the_reason(family: str, tmp_path: Path)
     (tmp_path / "config.json").write_text(CONFIG_MAPPING[family]().to_json_string(use_diff=False))
     text = refused(tmp_path)
     assert f"worker.model={tmp_path}: model_type {family} is not served: it has {NOT_SERVED[family]}" in text
-    assert "(use one of deepseek_v32, glm_moe_dsa)" in text
+    assert "(use one of deepseek_v32, glm_moe_dsa, axk2)" in text
 
 
 @pytest.mark.parametrize("family", ["deepseek_v41", "kimi_k3", "longcat_flash", "step5"])
@@ -179,10 +179,22 @@ def test_other_sizes_are_refused_by_flag(tiny: Path, args: tuple[str, ...], code
     assert "worker." not in result.stderr
 
 
-@pytest.mark.parametrize(("name", "row"), [("deepseek-v3.2", 48_068), ("glm-5", 61_464), ("glm-5.3", 53_940)])
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("deepseek-v3.2", 48_068),
+        ("glm-5", 61_464),
+        ("glm-5.3", 53_940),
+        ("a.x-k2", 48_068),
+        ("a.x-k2-light", 15_744),
+    ],
+)
 def test_sizes_reach_the_published_context(name: str, row: int, tmp_path: Path) -> None:
     """Bytes of host memory per token in fp8, all layers; GLM-5.2 and 5.3 to a million tokens."""
-    file, fields = tmp_path / "config.json", SERVED[name]
+    from worker.weights.synth import published_config
+
+    stored = {"dtype": "bfloat16", "quantization_config": FP8}
+    file, fields = tmp_path / "config.json", SERVED.get(name) or published_config(name).to_dict() | stored
     file.write_text(json.dumps(fields))
     context = str(fields["max_position_embeddings"])
     command = ["size", "--config", str(file), "--kv-dtype", "fp8", "--host-mem", "1TB", "--gpu-mem", "141GB"]

@@ -62,6 +62,7 @@ TIE_BOUND = 1e-3
 STORED = {
     **{("deepseek-v3.2", 1): "float32", ("deepseek-v3.2", 2): "fp8", ("deepseek-v3.2", 3): "bfloat16"},
     **{("glm-5", 1): "fp8", ("glm-5", 2): "bfloat16", ("glm-5", 4): "fp8"},
+    **{("a.x-k2", 1): "bfloat16", ("a.x-k2", 2): "fp8", ("a.x-k2", 3): "float32", ("a.x-k2", 4): "bfloat16"},
 }
 
 

@@ -44,9 +44,10 @@ MIXED = {
 
 
 def test_dimensions_are_those_of_the_families() -> None:
-    deepseek, glm = (synthetic_config(family, 6) for family in FAMILIES)
+    deepseek, glm, light = (synthetic_config(family, 6) for family in ("deepseek-v3.2", "glm-5", "a.x-k2"))
     assert (deepseek.num_attention_heads, deepseek.kv_lora_rank, deepseek.index_topk) == (128, 512, 2048)
     assert (glm.num_attention_heads, glm.hidden_size) == (64, 6144)
+    assert (light.num_attention_heads, light.kv_lora_rank, light.qk_rope_head_dim) == (32, 128, 32)
     assert glm.indexer_types == ["full", "shared", "shared", "shared", "full", "shared"]
     assert set(deepseek.mlp_layer_types) == set(glm.mlp_layer_types) == {"dense"}
     with pytest.raises(ConfigError, match="family"):

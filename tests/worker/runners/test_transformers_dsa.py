@@ -58,6 +58,7 @@ ODD_SHAPE: dict[str, Any] = {
     "moe_intermediate_size": 40,
     "n_routed_experts": 6,
     "n_group": 2,
+    "topk_group": 1,
     "first_k_dense_replace": 1,
     "num_attention_heads": 3,
     "num_key_value_heads": 3,

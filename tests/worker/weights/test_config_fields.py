@@ -7,24 +7,24 @@ from typing import Any, Final
 
 import pytest
 import torch
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+import transformers
 
 from protocol.errors import ConfigError
+from worker.families.base import SHARING
+from worker.families.table import FAMILIES
 from worker.runners.tiny import tiny_config
 from worker.weights.config_fields import (
-    FAMILIES,
     FIXED,
     LAYER_KINDS,
     READ,
     ROPE_TYPES,
-    SHARING,
     WITHOUT_EFFECT,
     check_fields,
     unserved,
 )
 
-CLASSES: Final = {"deepseek_v32": DeepseekV32Config, "glm_moe_dsa": GlmMoeDsaConfig}
-NAMES: Final = {"deepseek_v32": "deepseek-v3.2", "glm_moe_dsa": "glm-5"}
+CLASSES: Final = {kind: type(family.config()) for kind, family in FAMILIES.items()}
+NAMES: Final = {kind: family.name for kind, family in FAMILIES.items()}
 #: Of each field without effect that a class has, a value that is not the class's own. With `return_dict` false the
 #: library's own forward fails, which is not used.
 OTHER_VALUES: Final[dict[str, Any]] = {
@@ -100,8 +100,8 @@ def test_what_the_librarys_modules_read_is_read_or_has_one_value(family: str) ->
 
 
 def model_of(config: Any) -> Any:
-    kind = DeepseekV32ForCausalLM if config.model_type == "deepseek_v32" else GlmMoeDsaForCausalLM
-    return kind(config).eval()
+    kind = FAMILIES[config.model_type].config_class.replace("Config", "ForCausalLM")
+    return getattr(transformers, kind)(config).eval()
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -177,7 +177,7 @@ def test_rotations_that_the_length_does_not_change_are_served() -> None:
     assert "indexed_attention" in LAYER_KINDS
 
 
-@pytest.mark.parametrize("kind", [None, 3, ["glm_moe_dsa"], {}, "llama", "axk2"])
+@pytest.mark.parametrize("kind", [None, 3, ["glm_moe_dsa"], {}, "llama", "hy_v4"])
 def test_other_families_are_refused(kind: object) -> None:
     assert f"model_type {kind} is not served" in unserved({"model_type": kind})
     assert not unserved({"model_type": "glm_moe_dsa"})

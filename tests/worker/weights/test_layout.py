@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from protocol.errors import ConfigError
+from worker.families.table import family_named, models
 from worker.weights.layout import DIMENSIONS, EXPERT, ExpertShare, is_of_mtp, tensors_of, weights_bytes
 from worker.weights.model import append_draft_layer, empty_model
 from worker.weights.shares import rank_bytes
 from worker.weights.synth import published_config
 
-FAMILIES = ("deepseek-v3.2", "glm-5")
+MODELS = models()
 BLOCK = (128, 128)
 
 
@@ -27,10 +28,10 @@ def library_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layout_is_that_of_the_librarys_modules(family: str) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_layout_is_that_of_the_librarys_modules(model: str) -> None:
     """Real widths, five layers; projections of experts are stacked in the library."""
-    config = published_config(family, layers=5, experts=16)
+    config = published_config(model, layers=5, experts=16)
     wanted = library_shapes(config)
     stacked: dict[str, int] = {}
     for spec in tensors_of(config):
@@ -38,7 +39,7 @@ def test_layout_is_that_of_the_librarys_modules(family: str) -> None:
             stack = "down_proj" if found[3] == "down_proj" else "gate_up_proj"
             stacked[f"{found[1]}.{stack}"] = stacked.get(f"{found[1]}.{stack}", 0) + prod(spec.shape)
         else:
-            assert wanted.pop(spec.name) == spec.shape
+            assert wanted.pop(family_named(model).module_name(spec.name)) == spec.shape
     assert stacked == {name: prod(shape) for name, shape in wanted.items()}
 
 
@@ -49,15 +50,16 @@ def test_layers_that_share_a_selection_have_no_indexer() -> None:
     assert layers == {0, 2}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_draft_layer_is_that_of_the_librarys_modules(family: str) -> None:
-    config = published_config(family, layers=5, experts=16)
+@pytest.mark.parametrize("model", MODELS)
+def test_draft_layer_is_that_of_the_librarys_modules(model: str) -> None:
+    config = published_config(model, layers=5, experts=16)
     with torch.device("meta"):
-        model = empty_model(config, torch.bfloat16)
-    append_draft_layer(model)
-    prefix, wanted = "model.layers.5.", model.model.layers[5].state_dict()
+        empty = empty_model(config, torch.bfloat16)
+    append_draft_layer(empty)
+    prefix, wanted = "model.layers.5.", empty.model.layers[5].state_dict()
     specs = {it.name.removeprefix(prefix): it for it in tensors_of(config, draft_layer=True) if prefix in it.name}
-    plain = {name: it.shape for name, it in specs.items() if ".experts." not in name}
+    named = family_named(model).module_name
+    plain = {named(name): it.shape for name, it in specs.items() if ".experts." not in name}
     assert plain == {name: tuple(it.shape) for name, it in wanted.items() if ".experts." not in name}
     assert len(specs) - len(plain) == 3 * 16
     assert not specs["eh_proj.weight"].converts
@@ -92,7 +94,7 @@ def test_weights_of_the_draft_layer_are_counted_when_asked(on_gpu: bool) -> None
         assert sum(ranks[1].values()) - sum(ranks[0].values()) == sum(held.values())
 
 
-@pytest.mark.parametrize(("family", "billions"), [("deepseek-v3.2", 671.9), ("glm-5", 743.9)])
+@pytest.mark.parametrize(("family", "billions"), [("deepseek-v3.2", 671.9), ("glm-5", 743.9), ("a.x-k2-light", 20.3)])
 def test_published_models_have_the_stated_parameters(family: str, billions: float) -> None:
     assert sum(prod(it.shape) for it in tensors_of(published_config(family))) / 1e9 == pytest.approx(billions, abs=0.05)
 
@@ -128,7 +130,7 @@ def test_tensors_behind_the_last_layer_are_of_mtp() -> None:
 @pytest.mark.parametrize("name", DIMENSIONS)
 @pytest.mark.parametrize("value", [None, -1, 2.5, "7", True, 10**9])
 def test_an_unfit_dimension_is_named(name: str, value: Any) -> None:
-    config = SimpleNamespace(**dict.fromkeys(DIMENSIONS, 16))
+    config = SimpleNamespace(**dict.fromkeys(DIMENSIONS, 16), model_type="deepseek_v32")
     setattr(config, name, value)
     with pytest.raises(ConfigError, match=rf"config\.json {name}"):
         next(iter(tensors_of(config)))

@@ -15,11 +15,12 @@ from kernels.block_weight import BLOCK, BlockFp8
 from tests.kernels.test_block_fp8 import draw
 from tests.support.runner_rig import Rig
 from tests.worker.runners.test_synthetic import MIXED, SMALL
+from worker.families.base import TensorSpec
 from worker.runners import synthetic
 from worker.runners.synthetic import synthetic_runner
 from worker.runners.tiny import FAMILIES
 from worker.weights import modules
-from worker.weights.layout import TensorSpec, scale_shape, tensors_of
+from worker.weights.layout import scale_shape, tensors_of
 from worker.weights.matmul import DECODED, Matmul
 from worker.weights.memory import OwnMemory
 from worker.weights.model import held_bytes, load_model

@@ -18,8 +18,8 @@ from hisparse.http.models.formats.conversation import Tool
 from hisparse.http.models.formats.lark import ANNOTATIONS, ANY, Rules, schema_of
 from protocol.errors import BadInput
 
-#: Of an object as a whole, in JSON schema.
-_OF_THE_WHOLE: Final = (
+#: Words of an object as a whole, in JSON schema.
+OF_THE_WHOLE: Final = (
     *("anyOf", "oneOf", "allOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "const", "enum"),
     *("minProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
 )
@@ -52,7 +52,7 @@ class Argument:
 def members_of(tool: Tool, field: str) -> Iterator[Argument]:
     """The arguments of `tool`. `field` is where its parameters are. Raises BadInput."""
     parameters = tool.parameters or {}
-    for word in _OF_THE_WHOLE:
+    for word in OF_THE_WHOLE:
         if word in parameters:
             raise _refusal("is of the arguments as a whole", f"{field}.{word}")
     properties, required = parameters.get("properties", {}), parameters.get("required", [])

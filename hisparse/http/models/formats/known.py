@@ -1,12 +1,8 @@
 """Which format a served model has, by what comes with its checkpoint. Pure.
 
-| chat template                    | format                                                          |
-|----------------------------------|-----------------------------------------------------------------|
-| names <tool_call> and <arg_key>  | GLM: prompts by the template, calls as glm.py reads them         |
-| names ｜DSML｜                    | DeepSeek-V3.2's calls, prompts by the template                   |
-| names none of these              | no calls; reasoning where it names </think>                     |
-| none, but DeepSeek's tokens      | DeepSeek-V3.2: prompts by deepseek.py                            |
-| none, and no such tokens         | no chats                                                        |
+A chat template makes the prompts, and the first format in FORMATS whose `named` it names reads the replies. Without a
+template a format with a program of its own makes them, where the tokenizer knows its `spoken`; else there are no chats.
+A model family names its format by a row (worker/families/base.py: `chat`).
 
 A checkpoint's program is never run.
 """
@@ -14,10 +10,10 @@ A checkpoint's program is never run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from hisparse.http.models.formats import deepseek, glm
+from hisparse.http.models.formats import deepseek, glm, hermes
 from hisparse.http.models.formats.conversation import Conversation, Tool
 from hisparse.http.models.formats.lark import Rules
 from hisparse.http.models.formats.replies import THINK, THINK_END, CallSyntax, ReplyPlan
@@ -27,13 +23,16 @@ from protocol.text import Tokenizer
 @dataclass(frozen=True)
 class ChatFormat:
     """`encode` makes a prompt, where no template does. `call_grammar` holds to calls of tools. `markers` are the texts
-    that stand for structure, shown even where the tokenizer has them as special tokens."""
+    that stand for structure, shown even where the tokenizer has them as special tokens. `named` are texts of a chat
+    template, and `spoken` tokens of a repository without one, that show the format."""
 
     syntax: CallSyntax | None
     reasons: bool
     markers: tuple[str, ...] = ()
     encode: Callable[[Conversation], str] | None = None
     call_grammar: Callable[[Rules, Sequence[tuple[Tool, str]], bool], str] | None = None
+    named: tuple[str, ...] = ()
+    spoken: tuple[str, ...] = ()
 
     def plan(self, conversation: Conversation, prompt: str) -> ReplyPlan:
         """How to read the reply to `prompt`."""
@@ -49,19 +48,38 @@ class ChatFormat:
 
 
 _THINKING: Final = (THINK, THINK_END)
-GLM: Final = ChatFormat(CallSyntax(glm.START, glm.read_call), True, (*_THINKING, *glm.MARKERS), None, glm.call_grammar)
-DEEPSEEK_CALLS: Final = ChatFormat(deepseek.SYNTAX, True, (*_THINKING, deepseek.DSML), None, deepseek.call_grammar)
-DEEPSEEK: Final = ChatFormat(deepseek.SYNTAX, True, (*_THINKING, deepseek.DSML), deepseek.encode, deepseek.call_grammar)
-REASONING: Final = ChatFormat(None, True, _THINKING)
+GLM: Final = ChatFormat(
+    CallSyntax(glm.START, glm.read_call),
+    True,
+    (*_THINKING, *glm.MARKERS),
+    call_grammar=glm.call_grammar,
+    named=(glm.START, glm.KEY),
+)
+DSML: Final = ChatFormat(
+    deepseek.SYNTAX,
+    True,
+    (*_THINKING, deepseek.DSML),
+    deepseek.encode,
+    deepseek.call_grammar,
+    named=(deepseek.DSML,),
+    spoken=(deepseek.USER, deepseek.ASSISTANT),
+)
+HERMES: Final = ChatFormat(
+    CallSyntax(hermes.START, hermes.read_call),
+    True,
+    (*_THINKING, hermes.START, hermes.END),
+    call_grammar=hermes.call_grammar,
+    named=(hermes.START, hermes.ARGUMENTS),
+)
+REASONING: Final = ChatFormat(None, True, _THINKING, named=(THINK_END,))
 PLAIN: Final = ChatFormat(None, False)
+#: By name, in the order in which templates are tried.
+FORMATS: Final = {"glm": GLM, "dsml": DSML, "hermes": HERMES, "reasoning": REASONING, "plain": PLAIN}
 
 
 def format_of(template: str, tokenizer: Tokenizer) -> ChatFormat | None:
     """None: the model has no chats."""
-    if not template:
-        return DEEPSEEK if all(map(tokenizer.knows, (deepseek.USER, deepseek.ASSISTANT))) else None
-    if glm.START in template and glm.KEY in template:
-        return GLM
-    if deepseek.DSML in template:
-        return DEEPSEEK_CALLS
-    return REASONING if THINK_END in template else PLAIN
+    if template:
+        found = next(known for known in FORMATS.values() if all(text in template for text in known.named))
+        return found if found.encode is None else replace(found, encode=None)
+    return next((known for known in FORMATS.values() if known.spoken and all(map(tokenizer.knows, known.spoken))), None)

@@ -22,7 +22,7 @@ from protocol.settings import HttpSettings
 from protocol.text import ByteTokenizer
 from tests.support.http_rig import KEY, FrontRig, front_rig
 from tests.support.limits import HANG_LIMIT_S
-from worker.runners.tiny_template import TEMPLATES
+from tests.support.tiny_templates import TEMPLATES
 
 USER: Final = {"role": "user", "content": "x"}
 BODIES: Final[dict[str, dict[str, Any]]] = {

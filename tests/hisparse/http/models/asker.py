@@ -15,7 +15,7 @@ from hisparse.http.apis.body import ApiBody, read_body
 from hisparse.http.models.grammar_checks import GrammarChecks
 from protocol.errors import BadInput
 from tests.hisparse.http.test_bodies_and_answers import here, served
-from worker.runners.tiny_template import TEMPLATES
+from tests.support.tiny_templates import TEMPLATES
 
 
 @dataclass

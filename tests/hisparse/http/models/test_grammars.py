@@ -28,8 +28,8 @@ from tests.hisparse.http.models.asker import Asker, asker
 from tests.hisparse.http.test_bodies_and_answers import here, served
 from tests.support.hostile_schemas import CHAIN
 from tests.support.http_rig import byte_tokenizer_json
+from tests.support.tiny_templates import TEMPLATES
 from tests.support.walks import walk
-from worker.runners.tiny_template import TEMPLATES
 
 SEEDS: Final = range(12)
 USER: Final = {"role": "user", "content": "x"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -26,13 +27,14 @@ from hisparse.http.models.formats.conversation import (
     template_tools,
 )
 from hisparse.http.models.formats.deepseek import encode
-from hisparse.http.models.formats.known import DEEPSEEK, DEEPSEEK_CALLS, GLM, PLAIN, REASONING, format_of
+from hisparse.http.models.formats.known import DSML, FORMATS, GLM, HERMES, PLAIN, REASONING, format_of
 from hisparse.http.models.formats.replies import Piece, Reasoning, ReplyParser, ReplyPlan, Text, ToolCall, merged
 from hisparse.http.models.templates import render
 from protocol.text import ByteTokenizer, JsonTokenizer
 from tests.hisparse.http.test_bodies_and_answers import MODEL, here
 from tests.support.http_rig import byte_tokenizer_json
-from worker.runners.tiny_template import TEMPLATES
+from tests.support.tiny_templates import TEMPLATES
+from worker.families.table import FAMILIES as MODEL_FAMILIES
 
 WEATHER: Final = Tool(
     "get_weather",
@@ -40,7 +42,8 @@ WEATHER: Final = Tool(
     {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "note": {}}},
 )
 GLM_PLAN: Final = ReplyPlan(reasons=True, syntax=GLM.syntax, schemas={WEATHER.name: WEATHER.parameters})
-DSML_PLAN: Final = ReplyPlan(reasons=True, syntax=DEEPSEEK.syntax)
+HERMES_PLAN: Final = ReplyPlan(reasons=True, syntax=HERMES.syntax)
+DSML_PLAN: Final = ReplyPlan(reasons=True, syntax=DSML.syntax)
 
 
 def read(plan: ReplyPlan, *parts: str) -> list[Piece]:
@@ -238,7 +241,7 @@ def test_second_call_is_text_where_one_is_asked_for() -> None:
         assert first == PARIS
         assert isinstance(rest, Text)
         assert second in rest.text
-    assert read(ReplyPlan(True, False, DEEPSEEK.syntax, False), dsml(DSML_CALL)) == [PARIS]
+    assert read(ReplyPlan(True, False, DSML.syntax, False), dsml(DSML_CALL)) == [PARIS]
 
 
 def test_without_tools_calls_are_text() -> None:
@@ -354,7 +357,9 @@ def rendered(template: str, conversation: Conversation) -> str:
     return render(template, turns, conversation.all_variables, 1 << 20, lambda form: form, tools)
 
 
-@pytest.mark.parametrize(("family", "plan"), [("glm-5", GLM_PLAN), ("deepseek-v3.2", DSML_PLAN)])
+@pytest.mark.parametrize(
+    ("family", "plan"), [("glm-5", GLM_PLAN), ("deepseek-v3.2", DSML_PLAN), ("a.x-k2", HERMES_PLAN)]
+)
 def test_tiny_templates_render_tools_and_calls_that_are_read_again(family: str, plan: ReplyPlan) -> None:
     prompt = rendered(TEMPLATES[family], conversation())
     assert prompt.rstrip().endswith("<think>")
@@ -395,11 +400,17 @@ def tokenizer_with(*tokens: str, special: bool = True) -> JsonTokenizer:
 def test_format_is_known_by_template_or_tokens() -> None:
     plain = ByteTokenizer()
     assert format_of(TEMPLATES["glm-5"], plain) is GLM
-    assert format_of(TEMPLATES["deepseek-v3.2"], plain) is DEEPSEEK_CALLS
+    assert format_of(TEMPLATES["deepseek-v3.2"], plain) == replace(DSML, encode=None)
     assert format_of("{{ messages }}</think>", plain) is REASONING
     assert format_of("{{ messages }}", plain) is PLAIN
     assert format_of("", plain) is None
-    assert format_of("", tokenizer_with("<｜User｜>", "<｜Assistant｜>", "｜DSML｜")) is DEEPSEEK
+    assert format_of("", tokenizer_with("<｜User｜>", "<｜Assistant｜>", "｜DSML｜")) is DSML
+
+
+def test_each_family_has_the_format_that_its_template_names() -> None:
+    for family in MODEL_FAMILIES.values():
+        known = format_of(family.template, ByteTokenizer())
+        assert known == replace(FORMATS[family.chat], encode=None), family.name
 
 
 def test_markers_have_text_though_they_are_special_tokens() -> None:

@@ -55,8 +55,8 @@ from tests.hisparse.http.models.formats.test_formats import (
 from tests.support.agents_rig import AgentsRig, agents_rig
 from tests.support.fakes.fake_model import Said
 from tests.support.http_rig import FrontRig, front_rig
+from tests.support.tiny_templates import TEMPLATES
 from worker.runners.tiny import EOS
-from worker.runners.tiny_template import TEMPLATES
 
 DSML_CALLS: Final = dsml(DSML_CALL)
 PLANS: Final = {"glm-5": GLM_PLAN, "deepseek-v3.2": DSML_PLAN}

@@ -29,7 +29,7 @@ from protocol.errors import BadInput
 from protocol.text import JsonTokenizer
 from tests.hisparse.http.models.formats.test_formats import TIMES
 from tests.support.http_rig import FrontRig, deepseek_tokenizer_json, front_rig
-from worker.runners.tiny_template import TEMPLATES
+from tests.support.tiny_templates import TEMPLATES
 
 BOS: Final = "<｜begin▁of▁sentence｜>"
 EOS: Final = "<｜end▁of▁sentence｜>"
@@ -368,11 +368,11 @@ async def test_result_of_no_call_names_its_field(rig: FrontRig) -> None:
 def test_tiny_templates_put_later_instructions_on_the_users_side(family: str) -> None:
     turns = (Turn("system", "first"), HI, Turn("assistant", "Yes?"), Turn("system", "Be brief."))
     text = rendered(TEMPLATES[family], Conversation(turns))
-    marker = "<|system|>" if family == "glm-5" else USER
+    marker = USER if family == "deepseek-v3.2" else "<|system|>"
     assert f"{marker}Be brief." in text
     assert text.index("first") < text.index("Hi") < text.index("Yes?") < text.index("Be brief.")
     ending = text[text.index("Be brief.") :]
-    assert ("<|assistant|>" if family == "glm-5" else ASSISTANT) in ending
+    assert (ASSISTANT if family == "deepseek-v3.2" else "<|assistant|>") in ending
 
 
 @pytest.mark.parametrize(
