@@ -1,7 +1,7 @@
 """States of a request, and kinds of its waits: what clients are told of both. Pure.
 
-The transitions between states are the coordinator's (coordinator.scheduling.lifecycle), and so are the reasons of waits
-(coordinator.scheduling.pending).
+The transitions between states are the coordinator's (coordinator.state.lifecycle), and so are the reasons of waits
+(coordinator.policy.pending).
 
     HELD        an operator holds it
     TRANSFER    its rows are on their way to where it will be decoded

@@ -41,7 +41,7 @@ from coordinator.journal.state import JournalState
 from coordinator.journal.store import SqliteStore, open_store
 from coordinator.memory.changes import AddWorker, Change, Extend, Reserve, apply
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.scheduler import TICK_S
+from coordinator.scheduler.scheduler import TICK_S
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import JournalCounters
 from protocol.arrays import pack_int32, pack_int64

@@ -23,8 +23,8 @@ import trio
 import trio.testing
 
 from coordinator.actor import open_supervisor
-from coordinator.scheduling.events import Ending, LinkStats
-from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduler.scheduler import Scheduler
+from coordinator.state.events import Ending, LinkStats
 from coordinator.tokens.token_log import TokenLog
 from protocol import messages
 from protocol.settings import CoordinatorSettings

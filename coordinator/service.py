@@ -41,11 +41,11 @@ from coordinator.listener.dropped import Dropped
 from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
 from coordinator.listener.sweeper import Sweeper
 from coordinator.listener.zap import AllowList, ZapHandler
-from coordinator.scheduling.prefix_reuse import ALL, OFF, OWN
-from coordinator.scheduling.recovery import expect_workers
-from coordinator.scheduling.scheduler import Scheduler
+from coordinator.policy.prefix_reuse import ALL, OFF, OWN
+from coordinator.scheduler.scheduler import Scheduler
 from coordinator.tokens.token_log import TokenLog
 from coordinator.tracing import RequestTracing
+from coordinator.turn.recovery import expect_workers
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_link import WORKERS_MAX, WorkerLinks
 from metrics.coordinator import (

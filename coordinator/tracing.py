@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, Final
 from basics.request_states import TERMINAL, State
 from basics.tracing.spans import AttributeValue, Put, SpanEvent, TraceSpan
 from coordinator.journal.records import RequestFacts
-from coordinator.scheduling.lifecycle import EventKind
-from coordinator.scheduling.request_state import RequestState, Transition
+from coordinator.state.lifecycle import EventKind
+from coordinator.state.request_state import RequestState, Transition
 from protocol.messages import SPAN_ID_BYTES, TRACE_ID_BYTES, TraceContext
 from protocol.trace_context import is_sampled
 
 if TYPE_CHECKING:
-    from coordinator.scheduling.request import Follow
+    from coordinator.state.request import Follow
 
 #: Events of one span: parking, new sizes, reasons to wait. Further ones are counted.
 EVENTS_MAX: Final = 64

@@ -187,7 +187,7 @@ class HeldToken(Part, frozen=True):
 FirstToken: TypeAlias = int | HeldToken
 
 #: Of a request, (-priority, turn, arrival): a total order that never changes; the lower rank goes first. Turns:
-#: coordinator.scheduling.turns.
+#: coordinator.state.owner_turns.
 Rank: TypeAlias = tuple[int, int, int]
 
 
@@ -390,7 +390,7 @@ class ReleaseQuarantine(Message, frozen=True, tag="release_quarantine"):
 
     The operator vouches that the processes of these epochs are gone, when the coordinator has no proof. A process that
     still runs would overwrite pages of other requests. `died`: a supervisor has seen each process end while it ran
-    requests, which counts against them (coordinator.scheduling.poison).
+    requests, which counts against them (coordinator.state.poison).
     """
 
     tag: int

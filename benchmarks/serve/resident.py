@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from coordinator.scheduling.entries import WorkerEntry
+from coordinator.state.worker_entry import WorkerEntry
 from protocol.sizing import RESIDENT
 
 

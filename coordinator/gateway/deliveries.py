@@ -17,12 +17,13 @@ from collections.abc import Callable
 from typing import Final
 
 import trio
+from msgspec.structs import astuple
 
 from basics.rooms import RoomUse
 from basics.shares import check_share, is_near
 from coordinator.gateway.connections import ClientConnection, ClientConnections
 from coordinator.gateway.subscriptions import Subscriptions
-from coordinator.scheduling.events import Ending
+from coordinator.state.events import Ending
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
@@ -197,20 +198,6 @@ class Deliveries:
             connection = connections.get(index)
             if connection is None or connections.is_blocked[index]:
                 continue
-            ended = _ended(handle, self._endings[request_index])
+            ended = messages.Ended(handle, *astuple(self._endings[request_index])[1:])  # the fields of an Ending
             if connections.offer(connection, encode_for(ended, connection.protocol), now):
                 self._subscriptions.remove(index, request_index)
-
-
-def _ended(handle: int, ending: Ending) -> messages.Ended:
-    return messages.Ended(
-        handle=handle,
-        request_id=ending.request_id,
-        outcome=ending.outcome,
-        reason=ending.reason,
-        generated_tokens=ending.generated_tokens,
-        tail_text=ending.tail_text,
-        prefix_tokens=ending.prefix_tokens,
-        drafted_tokens=ending.drafted_tokens,
-        accepted_tokens=ending.accepted_tokens,
-    )

@@ -30,7 +30,7 @@ from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.peer_address import peer_address
 from coordinator.listener.rate_limiter import SENDERS_MAX, RateLimiter
 from coordinator.listener.router import Received, RouterSocket
-from coordinator.scheduling.api import SchedulerApi
+from coordinator.scheduler.api import SchedulerApi
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages
@@ -95,9 +95,10 @@ class Gateway:
             CLIENT: messages.decode_client,
             ADMIN: messages.decode_admin,
         }
-        self._dropped = {role: Dropped(role, counters.dropped_messages) for role in self._sockets}
         self._flood_controls = {
-            role: FloodControl(socket, RateLimiter(*rate), self._dropped[role], partial(self._answer_unread, role))
+            role: FloodControl(
+                socket, RateLimiter(*rate), Dropped(role, counters.dropped_messages), partial(self._answer_unread, role)
+            )
             for role, socket in self._sockets.items()
         }
         self._answers = _answers(scheduler, tokenizers) | {
@@ -140,20 +141,13 @@ class Gateway:
     # ------------------------------------------------------------ receiving
 
     async def _read(self, role: str, nursery: trio.Nursery) -> None:
-        flood_control, connections = self._flood_controls[role], self._deliveries.connections
+        connections = self._deliveries.connections
         while True:
             batch = await self._sockets[role].recv_batch()
             batch.sort(key=lambda it: connections.find(role, it.peer) is None)  # in order for each connection
-            for received in batch:
-                if not flood_control.admits(received, trio.current_time()):
-                    continue
-                try:
-                    self._receive(role, received, nursery)
-                except HiSparseError as error:
-                    self._refuse(role, received, error)
-                    await flood_control.pause()
+            await self._flood_controls[role].read(batch, partial(self._receive, role, nursery))
 
-    def _receive(self, role: str, received: Received, nursery: trio.Nursery) -> None:
+    def _receive(self, role: str, nursery: trio.Nursery, received: Received) -> None:
         """Handle one frame. Raises HiSparseError when it cannot be read or its connection is unknown or refused."""
         bytes_max = self._sockets[role].message_bytes_max
         connection = self._deliveries.connections.find(role, received.peer)
@@ -198,19 +192,14 @@ class Gateway:
         )
 
     def _welcome(self, protocol: int) -> messages.Welcome:
-        it = self._scheduler
-        about = self._incarnation, self._version, it.model(), it.refusal(), it.unserved()
-        return messages.Welcome(protocol, *about)
+        about = self._scheduler.model(), self._scheduler.refusal(), self._scheduler.unserved()
+        return messages.Welcome(protocol, self._incarnation, self._version, *about)
 
-    def _refuse(self, role: str, received: Received, error: HiSparseError) -> None:
-        """Answer a message that could not be read or has no connection. A full socket drops the answer.
+    def _answer_unread(self, role: str, received: Received, error: HiSparseError) -> None:
+        """Answer a message that was not read, could not be, or has no connection.
 
         The answer is about the connection, tag -1: a client that was dropped connects again.
         """
-        self._dropped[role].note(error.code, received.descriptor, str(error), trio.current_time())
-        self._answer_unread(role, received, error)
-
-    def _answer_unread(self, role: str, received: Received, error: HiSparseError) -> None:
         self._sockets[role].send(received.peer, messages.encode(_failure(-1, error)))
 
     # ------------------------------------------------------------ handling
@@ -327,22 +316,25 @@ def _answers(scheduler: SchedulerApi, tokenizers: TokenizerSource) -> dict[type,
 
 def _command_handlers(scheduler: SchedulerApi) -> dict[type, CommandHandler]:
     """Handlers of commands that the Scheduler carries out."""
-    it = scheduler
     return {
-        messages.AbortRequests: lambda peer, m: it.abort(m.request_ids, peer.owner, peer.visible_user),
-        messages.AcknowledgeOutputs: lambda peer, m: it.acknowledge(m.request_ids, peer.owner, peer.visible_user),
-        messages.RetractRequests: lambda peer, m: it.retract(m.request_ids, peer.owner, keep=m.keep, hold=m.hold),
-        messages.ResumeRequests: lambda peer, m: it.resume(m.request_ids, peer.owner),
-        messages.ResizeRequests: lambda peer, m: it.resize(m.request_ids, peer.owner, hot_slots=m.hot_slots),
-        messages.DrainWorkers: lambda peer, m: it.drain(
+        messages.AbortRequests: lambda peer, m: scheduler.abort(m.request_ids, peer.owner, peer.visible_user),
+        messages.AcknowledgeOutputs: lambda peer, m: scheduler.acknowledge(
+            m.request_ids, peer.owner, peer.visible_user
+        ),
+        messages.RetractRequests: lambda peer, m: scheduler.retract(
+            m.request_ids, peer.owner, keep=m.keep, hold=m.hold
+        ),
+        messages.ResumeRequests: lambda peer, m: scheduler.resume(m.request_ids, peer.owner),
+        messages.ResizeRequests: lambda peer, m: scheduler.resize(m.request_ids, peer.owner, hot_slots=m.hot_slots),
+        messages.DrainWorkers: lambda peer, m: scheduler.drain(
             m.workers, peer.owner, handover=m.handover, deadline_s=m.deadline_s
         ),
-        messages.UndrainWorkers: lambda peer, m: it.undrain(m.workers, peer.owner),
-        messages.ReleaseQuarantine: lambda peer, m: it.release_quarantine(m.workers, peer.owner, died=m.died),
-        messages.ForgetWorkers: lambda _, m: it.forget_workers(m.workers),
-        messages.TellStandbys: lambda _, m: it.tell_standbys(m.workers, m.ready),
-        messages.DropPrefixes: lambda peer, m: it.drop_prefixes(m.prefix_ids, m.owners, peer.owner),
-        messages.StopCoordinator: lambda peer, m: it.stop(m.deadline_s, peer.owner),
+        messages.UndrainWorkers: lambda peer, m: scheduler.undrain(m.workers, peer.owner),
+        messages.ReleaseQuarantine: lambda peer, m: scheduler.release_quarantine(m.workers, peer.owner, died=m.died),
+        messages.ForgetWorkers: lambda _, m: scheduler.forget_workers(m.workers),
+        messages.TellStandbys: lambda _, m: scheduler.tell_standbys(m.workers, m.ready),
+        messages.DropPrefixes: lambda peer, m: scheduler.drop_prefixes(m.prefix_ids, m.owners, peer.owner),
+        messages.StopCoordinator: lambda peer, m: scheduler.stop(m.deadline_s, peer.owner),
     }
 
 

@@ -23,8 +23,8 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
+from coordinator.memory.kv_events import KvEvent, PagesRemoved, PagesStored
 from coordinator.memory.prefix_index import Digest
-from coordinator.scheduling.kv_events import KvEvent, PagesRemoved, PagesStored
 from protocol.units import PAGE_TOKENS
 
 MEDIUM: Final = "CPU"

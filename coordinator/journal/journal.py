@@ -10,9 +10,8 @@ records: a command that grants memory (I4), the answer to a submission or a comm
 store writes one group, the records of the next one gather: the slower the disk, the larger the groups. Groups begin at
 least INTERVAL_S apart, which bounds the cost of commits on a fast disk; that is the only delay to gather records.
 
-A turn of the Scheduler appends in several places, and asks HostPools in between. Its records are held together until
-the turn ends or waits for a commit, so that a request is accepted and placed in one group. While a summary is under way
-they are not: its records describe the state as of all records appended before.
+A turn of the Scheduler appends in several places and waits for nothing in between but a commit, so no group ends
+within a turn: a request that finds room is accepted and placed in one.
 
 Tokens are not appended. Each group takes the new tokens of the token log, in one row of arrays, ahead of its other
 records. So a record never becomes durable before the tokens on which it was decided, and no task is woken per token.
@@ -31,6 +30,7 @@ deliveries, and pages would be granted twice).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
@@ -92,7 +92,7 @@ class JournalStore(Protocol):
 class _Group:
     """Records of one transaction, the calls that wait for it, and the replies that do since `began`."""
 
-    __slots__ = ("answers", "began", "calls", "committed", "joined", "records", "within")
+    __slots__ = ("answers", "began", "calls", "committed", "records")
 
     def __init__(self) -> None:
         self.began = 0.0
@@ -100,32 +100,10 @@ class _Group:
         self.committed = trio.Event()
         self.calls: list[Callable[[], None]] = []
         self.answers: list[tuple[Reply[Any], Any, str]] = []
-        self.joined: list[_Group] = []
-        self.within: _Group | None = None  # the group that this one joined
-
-    def take(self, later: _Group) -> None:
-        """Have `later` committed with this group, behind its records."""
-        self.began = self.began if self.answers else later.began
-        self.records += later.records
-        self.calls += later.calls
-        self.answers += later.answers
-        self.joined.append(later)
-        later.within = self
-
-    def answer(self, reply: Reply[Any], value: Any, what: str) -> None:
-        """Set `reply` at the end."""
-        (self.within or self).answers.append((reply, value, what))
-
-    def call(self, then: Callable[[], None]) -> None:
-        """Call `then` at the end."""
-        (self.within or self).calls.append(then)
 
     def end(self) -> None:
-        """The group is durable: make its calls, set its replies. It lets go of the groups that joined it, which refer
-        to it: the garbage collector would find the cycle, and prompts in it, after minutes (basics.gc_policy)."""
-        for group in (self, *self.joined):
-            group.committed.set()
-        self.joined.clear()
+        """The group is durable: make its calls, set its replies."""
+        self.committed.set()
         for then in self.calls:
             then()
         self.calls.clear()
@@ -169,7 +147,7 @@ class Commit:
         if self._group is None or self._group.committed.is_set():
             call()
         else:
-            self._group.call(call)
+            self._group.calls.append(call)
 
     def answer(self, reply: Reply[T], value: T, what: str) -> None:
         """Set `reply` once the records are durable; after COMMIT_LIMIT_S fail it with Unavailable.
@@ -179,79 +157,73 @@ class Commit:
         if self._group is None or self._group.committed.is_set():
             reply.set(value)
         else:
-            self._group.answer(reply, value, what)
+            self._group.answers.append((reply, value, what))
 
 
 DONE: Final = Commit()
 
 
-class Journal(Protocol):
-    """The journal as the other actors use it."""
+class Journal(ABC):
+    """The journal as the other actors use it. `state` is what the records so far lead to; its `ledgers` are the live
+    ones. `is_kept`: records outlive this process."""
+
+    is_kept = True
+
+    def __init__(self, state: JournalState) -> None:
+        self.state = state
 
     @property
-    def is_kept(self) -> bool:
-        """Return whether records outlive this process."""
-
-    @property
+    @abstractmethod
     def failing(self) -> str:
         """Why new requests must be refused; empty: they need not be."""
 
-    @property
-    def state(self) -> JournalState:
-        """The state that the records so far lead to; its `ledgers` are the live ones."""
-
+    @abstractmethod
     def room_use(self) -> dict[str, RoomUse]:
         """Count the records that wait for the next commit."""
+
+    @abstractmethod
+    def append(self, records: Sequence[Record]) -> Commit:
+        """Write `records` behind all earlier ones. Without records: a Commit of earlier records and arrived tokens."""
+
+    @abstractmethod
+    def tokens_arrived(self) -> None:
+        """The token log has new tokens or durable rows."""
+
+    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
+        """Write that a request was accepted; `live` is what `state` has of it from now on."""
+        commit = self.append([accepted])
+        self.state.requests[live.request_index] = live
+        return commit
+
+    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
+        """Write the changes of a node's ledger, then `notes`, in one commit."""
+        return self.append([LedgerChanged(node, tuple(changes)), *notes])
+
+    def open_pool(self, opened: PoolOpened) -> Ledger:
+        """Write that a node has a new pool. Returns its empty ledger, which is in `state` from now on."""
+        self.append([opened])
+        return self.state.open_pool(opened)
 
     def summarize_if_long(self) -> None:
         """Begin a summary, which replaces earlier records, if that saves enough.
 
         Call only between two turns of the Scheduler, when no change of a ledger is in progress.
         """
-
-    def hold(self) -> None:
-        """Begin a turn: what is appended from now on is written in one commit. Idempotent."""
-
-    def let_go(self) -> None:
-        """End the turn, or let what was appended be written before the turn waits for that. Idempotent."""
-
-    def append(self, records: Sequence[Record]) -> Commit:
-        """Write `records` behind all earlier ones. Without records: a Commit of earlier records and arrived tokens."""
-
-    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
-        """Write that a request was accepted; `live` is what `state` has of it from now on."""
-
-    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
-        """Write the changes of a node's ledger, then `notes`, in one commit."""
-
-    def open_pool(self, opened: PoolOpened) -> Ledger:
-        """Write that a node has a new pool. Returns its empty ledger, which is in `state` from now on."""
-
-    def tokens_arrived(self) -> None:
-        """The token log has new tokens or durable rows."""
+        return
 
 
-class NoJournal:
+class NoJournal(Journal):
     """`--journal none`: every record counts as durable at once; a crash loses all requests."""
 
     is_kept = False
     failing = ""
 
     def __init__(self, on_tokens: Callable[[], None] = lambda: None) -> None:
-        self.state = JournalState()
+        super().__init__(JournalState())
         self._on_tokens = on_tokens
-
-    def summarize_if_long(self) -> None:
-        return
 
     def room_use(self) -> dict[str, RoomUse]:
         return {"journal_records": RoomUse(0, PENDING_MAX)}
-
-    def hold(self) -> None:
-        return
-
-    def let_go(self) -> None:
-        return
 
     def append(self, records: Sequence[Record]) -> Commit:
         for record in records:
@@ -259,25 +231,14 @@ class NoJournal:
                 self.state.note(record)
         return DONE
 
-    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
-        self.state.requests[live.request_index] = live
-        return DONE
-
-    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
-        return self.append(notes)
-
-    def open_pool(self, opened: PoolOpened) -> Ledger:
-        return self.state.open_pool(opened)
-
     def tokens_arrived(self) -> None:
         self._on_tokens()
 
 
-class GroupCommit:
+class GroupCommit(Journal):
     """The Journal actor. `on_tokens` is called when tokens were committed and may be delivered."""
 
     name = "journal"
-    is_kept = True
 
     def __init__(
         self,
@@ -289,15 +250,13 @@ class GroupCommit:
         counters: JournalCounters | None = None,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
-        self.state = state
+        super().__init__(state)
         self._store = store
         self._token_log = token_log
         self._on_tokens = on_tokens
         self._counters = counters or JournalCounters()
         self._clock = clock
         self._pending = _Group()
-        self._is_turn = False
-        self._turn: _Group | None = None  # what the turn under way has appended, which comes behind `_pending`
         self._writing = self._pending
         self._news = trio.Event()
         self._closing = False
@@ -314,53 +273,22 @@ class GroupCommit:
         return self._error or self._store.short
 
     def room_use(self) -> dict[str, RoomUse]:
-        return {"journal_records": RoomUse(self._waiting, PENDING_MAX)}
-
-    @property
-    def _waiting(self) -> int:
-        """Records that are in no group that is written."""
-        return len(self._pending.records) + len(self._turn.records if self._turn is not None else ())
-
-    def hold(self) -> None:
-        self._is_turn = self._summarizing is None
-
-    def let_go(self) -> None:
-        self._is_turn = False
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            self._pending.take(turn)
-            self._news.set()
+        return {"journal_records": RoomUse(len(self._pending.records), PENDING_MAX)}
 
     def append(self, records: Sequence[Record]) -> Commit:
-        if self._waiting + len(records) > PENDING_MAX:
+        group = self._pending
+        if len(group.records) + len(records) > PENDING_MAX:
             raise InternalError("records wait for the journal", field="PENDING_MAX", value=PENDING_MAX)
         for record in records:
             self.state.note(record)
-        if self._is_turn and self._turn is None:
-            self._turn = _Group()
-        group = self._turn or self._pending
         if not group.answers:
             group.began = self._clock()
         group.records += records
-        if self._turn is None:
-            self._news.set()
+        self._news.set()
         return Commit(group)
-
-    def accept(self, accepted: RequestAccepted, live: RequestRecord) -> Commit:
-        commit = self.append([accepted])
-        self.state.requests[live.request_index] = live
-        return commit
-
-    def append_changes(self, node: str, changes: Sequence[Change], notes: Sequence[Record]) -> Commit:
-        return self.append([LedgerChanged(node, tuple(changes)), *notes])
-
-    def open_pool(self, opened: PoolOpened) -> Ledger:
-        self.append([opened])
-        return self.state.open_pool(opened)
 
     def summarize_if_long(self) -> None:
         if self._store.wants_summary and not self.is_summarizing:
-            self.let_go()
             self._summarizing = Summarizing(self.state, self._token_log)
             self._pending.records.append(self._summarizing.begun)
             self._news.set()
@@ -374,7 +302,7 @@ class GroupCommit:
         self._news.set()
 
     def history(self) -> tuple[str, ...]:
-        return (f"{self._waiting} records pending", f"failing: {self.failing or 'no'}")
+        return (f"{len(self._pending.records)} records pending", f"failing: {self.failing or 'no'}")
 
     async def run(self) -> None:
         """Commit groups, until closed. Cancelled: uncommitted records are lost; none of them was acknowledged."""
@@ -387,7 +315,7 @@ class GroupCommit:
         """Fail replies that have waited for COMMIT_LIMIT_S, as when the disk fails or hangs (I8)."""
         while True:
             await trio.sleep(COMMIT_LIMIT_S / 4)
-            for group in filter(None, (self._writing, self._pending, self._turn)):
+            for group in (self._writing, self._pending):
                 if group.answers and self._clock() - group.began > COMMIT_LIMIT_S:
                     group.give_up()
 

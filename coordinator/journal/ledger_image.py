@@ -79,8 +79,8 @@ def ledger_from(parts: Sequence[NodePart]) -> Ledger:
         free = unpack_int32(part.free, "free")
         ledger._free[ledger.pages_free : ledger.pages_free + free.size] = free
         ledger.pages_free += free.size
-        for it in part.budgets:
-            _restore_budget(ledger, it)
+        for image in part.budgets:
+            _restore_budget(ledger, image)
         for holding in part.holdings:
             _restore_holding(ledger, holding)
         for key, data in part.quarantines:

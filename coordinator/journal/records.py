@@ -1,7 +1,7 @@
 """Records of the journal: the facts that must outlive a coordinator, in the order of their commits. Pure.
 
-    of a request   Accepted, Ordered, Placed, HandedOver, Departed, Struck,   submission, placements, end
-                   Ended, Forgotten
+    of a request   Accepted, Ordered, Placed, HandedOver, PlacementEnded,     submission, placements, end
+                   Struck, Ended, Forgotten
     of a node      PoolOpened, Joined, LedgerChanged, Drained, Undrained      its pool, its workers, its ledger
     of all         Tokens                                                     one row of arrays per group commit
     of a summary   SummaryBegun, NodePart, Output, SummaryEnded               the earlier records, in fewer ones
@@ -168,8 +168,8 @@ class RequestHandedOver(JournalEntry, frozen=True, tag="handed_over"):
     first_token: FirstToken = NO_TOKEN
 
 
-class RequestDeparted(JournalEntry, frozen=True, tag="departed"):
-    """The placement has ended, or its kept pages were given up. `kept_tokens` rows stay in its pages; 0: none.
+class RequestPlacementEnded(JournalEntry, frozen=True, tag="departed"):
+    """The placement has ended, or its request was demoted. `kept_tokens` rows stay in its pages; 0: none.
 
     `first_token` was drawn after these rows and not reported yet, if it is not NO_TOKEN.
     """
@@ -180,7 +180,7 @@ class RequestDeparted(JournalEntry, frozen=True, tag="departed"):
 
 
 class RequestsStruck(JournalEntry, frozen=True, tag="struck"):
-    """`worker` died while it ran these requests (coordinator.scheduling.poison).
+    """`worker` died while it ran these requests (coordinator.state.poison).
 
     Parallel int32 arrays: request indices, strikes of each so far, and its generated tokens at this strike (marks).
     """
@@ -407,7 +407,7 @@ Record: TypeAlias = (
     | RequestOrdered
     | RequestPlaced
     | RequestHandedOver
-    | RequestDeparted
+    | RequestPlacementEnded
     | RequestsStruck
     | RequestEnded
     | RequestsForgotten

@@ -1,6 +1,6 @@
 """The state that the journal's records lead to. Pure. `replay` makes it, `note` updates it for each appended record.
 
-    records ──replay──► JournalState and token log   at start; coordinator.scheduling.recovery continues from it
+    records ──replay──► JournalState and token log   at start; coordinator.turn.recovery continues from it
     append  ──note────► JournalState                 while running; ledgers and token log are the live ones, changed by
                                                      their owners
     JournalState ─────► coordinator.journal.summary  now and then, written again in fewer records
@@ -29,13 +29,13 @@ from coordinator.journal.records import (
     PoolOpened,
     Record,
     RequestAccepted,
-    RequestDeparted,
     RequestEnded,
     RequestFacts,
     RequestHandedOver,
     RequestOrdered,
     RequestOutput,
     RequestPlaced,
+    RequestPlacementEnded,
     RequestsForgotten,
     RequestsStruck,
     SummaryBegun,
@@ -67,7 +67,7 @@ class RequestRecord:
 
     `on_worker`: the placement has not ended. Otherwise `kept_tokens` rows of it are kept, and `first_token` behind
     them, drawn and not said yet. `strikes` are deaths of its workers in a row, at `mark` generated tokens; the last was
-    that of `killed`. A request that is live has the other half, too (coordinator.scheduling.request_state), whose owner
+    that of `killed`. A request that is live has the other half, too (coordinator.state.request_state), whose owner
     writes orders, strikes, kept rows and first token before their records are appended.
     """
 
@@ -131,7 +131,7 @@ class JournalState:
             case LedgerChanged(changes=changes):  # its Reserves have all placement numbers, those of transfers too
                 given = (change.placement for change in changes if isinstance(change, Reserve))
                 self.placements = max(self.placements, *given, 0)
-            case RequestOrdered() | RequestPlaced() | RequestHandedOver() | RequestDeparted() | RequestEnded():
+            case RequestOrdered() | RequestPlaced() | RequestHandedOver() | RequestPlacementEnded() | RequestEnded():
                 self._note_of_request(record)
 
     def _note_of_node(self, record: WorkerJoined | PoolOpened | WorkerDrained | WorkerUndrained) -> None:
@@ -164,7 +164,7 @@ class JournalState:
                 record.strikes, record.mark, record.killed = strikes, mark, struck.worker
 
     def _note_of_request(
-        self, record: RequestOrdered | RequestPlaced | RequestHandedOver | RequestDeparted | RequestEnded
+        self, record: RequestOrdered | RequestPlaced | RequestHandedOver | RequestPlacementEnded | RequestEnded
     ) -> None:
         request = self.requests.get(record.request_index)
         if request is None:
@@ -179,7 +179,7 @@ class JournalState:
                     request_index, transfer_id, node, worker, epoch, kept_tokens, prefills_only=True
                 )
                 request.on_worker, request.kept_tokens, request.first_token = False, kept_tokens, first_token
-            case RequestDeparted(_, kept_tokens, first_token):
+            case RequestPlacementEnded(_, kept_tokens, first_token):
                 request.placed = request.placed if kept_tokens else None
                 request.on_worker, request.kept_tokens, request.first_token = False, kept_tokens, first_token
             case RequestEnded():

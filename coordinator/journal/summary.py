@@ -1,6 +1,6 @@
 """A summary: the state of the journal in fewer records, which replace the earlier ones. Pure.
 
-    SummaryBegun   NodePart, Ordered, Placed, Departed, Output ...      SummaryEnded
+    SummaryBegun   NodePart, Ordered, Placed, PlacementEnded, Output    SummaryEnded
     │              some at the end of each group that is written        └─ now the store deletes the rows before
     │              anyway; each true at its place in the journal           SummaryBegun, some with each group
     └─ pools and workers; ledgers are copied at this point,
@@ -32,8 +32,8 @@ from coordinator.journal.ledger_image import parts_of
 from coordinator.journal.records import (
     NodePart,
     Record,
-    RequestDeparted,
     RequestOutput,
+    RequestPlacementEnded,
     SummaryBegun,
     SummaryEnded,
     output_of,
@@ -103,4 +103,4 @@ def facts_of(record: RequestRecord) -> Iterator[Record]:
     if placed is not None:
         yield placed
         if not record.on_worker:
-            yield RequestDeparted(request_index, record.kept_tokens, record.first_token)
+            yield RequestPlacementEnded(request_index, record.kept_tokens, record.first_token)

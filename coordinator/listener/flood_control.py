@@ -1,4 +1,5 @@
-"""Flood control of a listener: messages above a sender's rate are dropped, and only the first of them is answered.
+"""Flood control of a listener: messages above a sender's rate are dropped, and only the first of them is answered;
+a message that cannot be handled is counted and answered.
 
 A message that is refused takes longer than one that is answered. So other tasks, those of the other listeners too, have
 their turn after every REFUSED_PER_TURN of them.
@@ -6,7 +7,7 @@ their turn after every REFUSED_PER_TURN of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import trio
@@ -24,19 +25,19 @@ REFUSED_PER_TURN: Final = 2
 
 
 class FloodControl:
-    """One per listener. `refuse` answers a message with an error."""
+    """One per listener. `answer` answers a message with an error; a full socket may drop that."""
 
     def __init__(
         self,
         socket: RouterSocket,
         rate_limiter: RateLimiter,
         dropped: Dropped,
-        refuse: Callable[[Received, HiSparseError], None],
+        answer: Callable[[Received, HiSparseError], None],
     ) -> None:
         self._socket = socket
         self._rate_limiter = rate_limiter
         self._dropped = dropped
-        self._refuse = refuse
+        self._answer = answer
         self._refused = 0
 
     @property
@@ -44,7 +45,7 @@ class FloodControl:
         """Number of senders whose rates are known."""
         return len(self._rate_limiter)
 
-    def admits(self, received: Received, now: float) -> bool:
+    def _admits(self, received: Received, now: float) -> bool:
         """Return whether to read `received`. The rate is per user, over all of its connections; without keys, per
         connection.
 
@@ -58,7 +59,7 @@ class FloodControl:
                 self._dropped.note(
                     RATE, received.descriptor, f"above {self._rate_limiter.per_s:g} messages a second", now
                 )
-                self._refuse(received, self._error())
+                self._answer(received, self._error())
             case RateVerdict.IGNORE:
                 self._dropped.note(RATE, received.descriptor, "still too many messages", now)
             case RateVerdict.CUT:
@@ -66,12 +67,27 @@ class FloodControl:
                 self._socket.cut(received)
         return False
 
-    async def pause(self) -> None:
-        """After a message that was refused. Not cancelled: the rest of its batch would be lost."""
-        self._refused += 1
-        if self._refused >= REFUSED_PER_TURN:
-            self._refused = 0
-            await trio.lowlevel.cancel_shielded_checkpoint()
+    async def read(self, batch: Iterable[Received], receive: Callable[[Received], None]) -> None:
+        """Have `receive` handle each message of `batch` that is admitted; refuse those for which it raises.
+
+        Not cancelled: the rest of the batch would be lost.
+        """
+        for received in batch:
+            if not self._admits(received, trio.current_time()):
+                continue
+            try:
+                receive(received)
+            except HiSparseError as error:
+                self.refuse(received, error)
+                self._refused += 1
+                if self._refused >= REFUSED_PER_TURN:
+                    self._refused = 0
+                    await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def refuse(self, received: Received, error: HiSparseError) -> None:
+        """Count a message that was read and is not accepted, and answer it."""
+        self._dropped.note(error.code, received.descriptor, str(error), trio.current_time())
+        self._answer(received, error)
 
     def _error(self) -> CapacityError:
         limiter = self._rate_limiter

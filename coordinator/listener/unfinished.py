@@ -129,13 +129,13 @@ class UnfinishedMessages:
         )
         return [(descriptor, rule) for descriptor, rule in judged if rule]
 
-    def _broken_rule(self, it: _CountedConnection, now: float) -> str:
-        growth_bytes = self._memory_bytes - it.memory_bytes
-        growth_bytes_max = GROWTH_BYTES_MAX if it.is_introduced else GROWTH_BYTES_MAX // 2
-        if it.pending_bytes > self._bytes_max + SLACK_BYTES:
-            return f"{it.pending_bytes} bytes of an unfinished message, above {self._bytes_max}"
-        if now - it.since > UNFINISHED_LIMIT_S:
-            return f"a message unfinished for {now - it.since:.0f} s, above {UNFINISHED_LIMIT_S:g}"
+    def _broken_rule(self, connection: _CountedConnection, now: float) -> str:
+        growth_bytes = self._memory_bytes - connection.memory_bytes
+        growth_bytes_max = GROWTH_BYTES_MAX if connection.is_introduced else GROWTH_BYTES_MAX // 2
+        if connection.pending_bytes > self._bytes_max + SLACK_BYTES:
+            return f"{connection.pending_bytes} bytes of an unfinished message, above {self._bytes_max}"
+        if now - connection.since > UNFINISHED_LIMIT_S:
+            return f"a message unfinished for {now - connection.since:.0f} s, above {UNFINISHED_LIMIT_S:g}"
         if growth_bytes > growth_bytes_max:
             return f"memory grew by {growth_bytes >> 20} MiB during a message, above {growth_bytes_max >> 20}"
         return ""

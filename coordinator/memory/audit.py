@@ -169,8 +169,8 @@ class AuditRounds:
 
     def expects(self, key: EpochKey, number: int) -> bool:
         """Return whether an inventory of that number answers the audit that is under way."""
-        it = self._rounds.get(key)
-        return it is not None and it.asked_at is not None and it.number == number
+        audit = self._rounds.get(key)
+        return audit is not None and audit.asked_at is not None and audit.number == number
 
     def hear(self, key: EpochKey, found: Iterable[Difference]) -> list[Difference]:
         """Do as `AuditRound.hear`, for an epoch that was asked."""
@@ -178,10 +178,10 @@ class AuditRounds:
 
     def is_node_due(self, node: str, now: float) -> bool:
         """Return whether to look at a node again; if so, not for the next interval."""
-        it = self._nodes.setdefault(node, AuditRound())
-        if now < it.due_at:
+        audit = self._nodes.setdefault(node, AuditRound())
+        if now < audit.due_at:
             return False
-        it.due_at = now + self._interval_s
+        audit.due_at = now + self._interval_s
         return True
 
     def hear_node(self, node: str, found: Iterable[Difference]) -> list[Difference]:
@@ -200,12 +200,12 @@ class AuditRounds:
     def confirmed(self, key: EpochKey) -> list[Difference] | None:
         """Return the differences on which the last two audits of an epoch agree; None: it has not answered, or is
         gone."""
-        it = self._rounds.get(key)
-        return sorted(it.confirmed) if it is not None and not it.wanted else None
+        audit = self._rounds.get(key)
+        return sorted(audit.confirmed) if audit is not None and not audit.wanted else None
 
     def confirmed_of(self, node: str) -> list[Difference]:
         return sorted(self._nodes.setdefault(node, AuditRound()).confirmed)
 
 
-def _is_idle(it: AuditRound, now: float) -> bool:
-    return it.asked_at is None or now - it.asked_at > ANSWER_LIMIT_S
+def _is_idle(audit: AuditRound, now: float) -> bool:
+    return audit.asked_at is None or now - audit.asked_at > ANSWER_LIMIT_S

@@ -15,7 +15,7 @@ gone.
 Shares are among owners of cached pages, not between them and requests that run. A request takes any idle page that it
 needs, of whichever owner is next in the order: a cached page saves the time of a prefill, and a request without pages
 waits for as long as others run. Owners who lose pages so get memory for their own requests by their turns
-(coordinator.scheduling.turns), at the cost of one prefill each.
+(coordinator.state.owner_turns), at the cost of one prefill each.
 
 Both heaps keep entries that no longer hold and skip them, and are made anew when these are most. So an eviction takes
 the time of a heap's step, however many owners and pages there are.

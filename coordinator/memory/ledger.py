@@ -23,8 +23,8 @@ ownership, twice the cases).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -167,7 +167,7 @@ class Ledger:
         return set(self._holdings)
 
     def kept_placements(self) -> set[int]:
-        """Departed placements whose pages are kept."""
+        """Ended placements whose pages are kept."""
         return {it.placement for it in self._holdings.values() if it.budget is None}
 
     def freeing(self) -> Freeing:
@@ -267,7 +267,7 @@ class Ledger:
     ) -> Int32Array:
         """Give `placement` one seat and `want` on `worker`; returns its whole page list, int32 [pages].
 
-        The list starts with the pages kept under the departed placement `take_over`, or with `share`, pages that
+        The list starts with the pages kept under the ended placement `take_over`, or with `share`, pages that
         others hold, the cache among them, and whose rows never change; `want.host_pages` fresh ones follow. Raises
         CapacityError when anything is short: then nothing changed. Idle pages have to be evicted before.
         """
@@ -301,7 +301,7 @@ class Ledger:
         """Take back GPU counts that the worker no longer uses (Resized). Host pages: see `keep`."""
         holding, budget = self._active(placement)
         if less.host_pages or less.seats or not (less.covers(NO_MEMORY) and holding.gpu.covers(less)):
-            raise InternalError(f"admission {placement} cannot give back {less} of {self.held(placement)}")
+            raise InternalError(f"placement {placement} cannot give back {less} of {self.held(placement)}")
         holding.gpu, budget.free = holding.gpu.minus(less), budget.free.plus(less)
 
     def keep(self, placement: int, pages: int) -> int:
@@ -312,7 +312,7 @@ class Ledger:
         """
         holding, budget = self._active(placement)
         if not 0 <= pages <= holding.page_count:
-            raise InternalError(f"admission {placement} cannot keep {pages} of {holding.page_count} pages")
+            raise InternalError(f"placement {placement} cannot keep {pages} of {holding.page_count} pages")
         all_pages, is_suspect = holding.all_pages(), budget.lost and not budget.exited
         self._close(holding)
         holding.pages, holding.page_count = [all_pages[:pages].copy()], pages
@@ -374,9 +374,9 @@ class Ledger:
 
     def _find_budget_mismatch(self) -> str:
         sums = {key: budget.free for key, budget in self._budgets.items()}
-        for it in self._holdings.values():
-            if it.budget is not None:
-                sums[it.budget.key] = sums[it.budget.key].plus(it.gpu)
+        for holding in self._holdings.values():
+            if holding.budget is not None:
+                sums[holding.budget.key] = sums[holding.budget.key].plus(holding.gpu)
         for key, found in sums.items():
             whole = _of_gpu(memory_of(self._budgets[key].capacity))
             for kind, count, total in zip(Memory.__struct_fields__, astuple(found), astuple(whole), strict=True):
@@ -385,56 +385,39 @@ class Ledger:
         return ""
 
     def check_invariants(self) -> None:
-        """I1, I2 and the budgets, from scratch; O(pool). Raises InternalError naming what does not add up."""
-        self._check_pages()
-        self._check_budgets()
-
-    def _check_pages(self) -> None:
-        expected = np.zeros(self.pages_total, dtype=np.int32)
+        """Check what `find_mismatch` does, and what only a defect of this module could break; O(pool). Raises
+        InternalError naming what does not add up."""
+        mismatch = self.find_mismatch()
+        _demand(not mismatch, mismatch)
+        free, holders = self._free[: self.pages_free], Counter[EpochKey]()
+        _demand(np.unique(free).size == free.size, "I1: a free page is free once")
+        _demand(self.pages_cached == np.count_nonzero(self._is_cached), "cached pages are counted")
         for holding in self._holdings.values():
             pages = holding.all_pages()
-            _demand(pages.size == holding.page_count, f"admission {holding.placement} counts its pages")
-            _demand(np.unique(pages).size == pages.size, f"admission {holding.placement} holds a page once")
-            expected[pages] += 1
-        for arrays in self._quarantines.values():
-            for pages in arrays:
-                expected[pages] += 1
-        expected += self._is_cached
-        _demand(self.pages_cached == np.count_nonzero(self._is_cached), "cached pages are counted")
-        _demand(self.pages_shared == np.count_nonzero(expected - self._is_cached > 1), "shared pages are counted")
-        _demand(self.pages_idle == np.count_nonzero(self._is_cached & (expected == 1)), "idle pages are counted")
-        _demand(np.array_equal(expected, self._refcounts), "I1: refcounts equal holders")
-        free = self._free[: self.pages_free]
-        _demand(np.unique(free).size == free.size, "I1: a free page is free once")
-        _demand(not self._refcounts[free].any(), "I1: a free page has no holder")
-        _demand(self.pages_free + np.count_nonzero(self._refcounts) == self.pages_total, "I1: the sum is the pool")
-
-    def _check_budgets(self) -> None:
-        for budget in self._budgets.values():
-            of_it = [holding for holding in self._holdings.values() if holding.budget is budget]
-            sums = reduce(Memory.plus, (holding.gpu for holding in of_it), budget.free)
-            _demand(budget.holders == len(of_it), f"{budget.key} counts its holders")
-            _demand(all(holding.gpu.seats == 1 for holding in of_it), f"holders of {budget.key} have a seat each")
-            _demand(
-                budget.free.covers(NO_MEMORY) and sums == _of_gpu(memory_of(budget.capacity)), f"{budget.key} adds up"
-            )
-            _demand(budget.lost == (self._live.get(budget.worker) is not budget), f"{budget.key} is live or lost")
-            _demand(not (budget.exited and budget.key in self._quarantines), f"{budget.key} is proved gone")
-        kept = [holding for holding in self._holdings.values() if holding.budget is None]
-        _demand(all(holding.gpu == NO_MEMORY for holding in kept), "kept holdings have no GPU counts")
+            _demand(pages.size == holding.page_count, f"placement {holding.placement} counts its pages")
+            _demand(_are_distinct(pages), f"placement {holding.placement} holds a page once")
+            if holding.budget is not None:
+                holders[holding.budget.key] += holding.gpu.seats
+            else:
+                _demand(holding.gpu == NO_MEMORY, f"placement {holding.placement} has left its worker")
+        for key, budget in self._budgets.items():
+            _demand(budget.holders == holders[key], f"{key} counts its holders, with a seat each")
+            _demand(budget.free.covers(NO_MEMORY), f"{key} gives no more than it has")
+            _demand(budget.lost == (self._live.get(budget.worker) is not budget), f"{key} is live or lost")
+            _demand(not (budget.exited and key in self._quarantines), f"{key} is proved gone")
 
     # ---------------------------------------------------------------- parts
 
     def _holding(self, placement: int) -> Holding:
         holding = self._holdings.get(placement)
         if holding is None:
-            raise InternalError(f"admission {placement} holds nothing here")
+            raise InternalError(f"placement {placement} holds nothing here")
         return holding
 
     def _active(self, placement: int) -> tuple[Holding, GpuBudget]:
         holding = self._holding(placement)
         if holding.budget is None:
-            raise InternalError(f"admission {placement} is kept: it has left its worker")
+            raise InternalError(f"placement {placement} is kept: it has left its worker")
         return holding, holding.budget
 
     def _check_fits(self, placement: int, worker: str, want: Memory) -> None:
@@ -444,13 +427,13 @@ class Ledger:
 
     def _check_new(self, placement: int, take_over: int | None, share: Int32Array, counts: Int32Array) -> None:
         if placement in self._holdings:
-            raise InternalError(f"admission {placement} holds memory already")
+            raise InternalError(f"placement {placement} holds memory already")
         if take_over is not None and self._holding(take_over).budget is not None:
-            raise InternalError(f"admission {take_over} is still on its worker")
+            raise InternalError(f"placement {take_over} is still on its worker")
         if share.size and (take_over is not None or not _are_distinct(share)):
-            raise InternalError(f"admission {placement}: shared pages must be distinct, and the first in the list")
+            raise InternalError(f"placement {placement}: shared pages must be distinct, and the first in the list")
         if share.size and _count(counts, 0):
-            raise InternalError(f"admission {placement} cannot share a free page")
+            raise InternalError(f"placement {placement} cannot share a free page")
 
     def _take(self, count: int) -> Int32Array:
         """Pop `count` free pages; the caller has checked that they are there."""

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.memory.eviction_order import NO_OWNER, EvictionOrder, Leaf, Owner, OwnerAccount
+from coordinator.memory.ledger import NO_PAGES
 from protocol.arrays import Int32Array
 from protocol.errors import InternalError
 from protocol.units import PAGE_TOKENS
@@ -35,8 +36,6 @@ from protocol.units import PAGE_TOKENS
 Digest: TypeAlias = bytes
 DIGEST_BYTES: Final = 16
 KEY_BYTES: Final = 32
-
-NO_PAGES: Final[Int32Array] = np.zeros(0, dtype=np.int32)
 
 #: For int32 pages [n]: bool [n], whether only the cache holds each.
 IsIdle: TypeAlias = Callable[[Int32Array], npt.NDArray[np.bool_]]
@@ -173,7 +172,12 @@ class PrefixIndex:
 
     def touch(self, digest: Digest) -> None:
         """A chain that ends here, all of it known, is in use now."""
-        self._use(digest)
+        self._uses += 1
+        node = self._nodes[digest]
+        node.used = self._uses
+        self._order.use(node.account)
+        if not node.children:
+            self._order.list_leaf(node.account, (node.used, digest))
 
     def add(
         self,
@@ -206,7 +210,7 @@ class PrefixIndex:
             parent = digest
         self._order.add(account, len(fresh))
         if chain:
-            self._use(chain[-1])
+            self.touch(chain[-1])
         if fresh:
             self._scopes[root] = scope, len(fresh) + self._scopes.get(root, (scope, 0))[1]
         self.version += bool(fresh)
@@ -363,14 +367,6 @@ class PrefixIndex:
     def _note_removed(self, pages: int) -> None:
         self.version += bool(pages)
         self.removals += bool(pages)
-
-    def _use(self, digest: Digest) -> None:
-        self._uses += 1
-        node = self._nodes[digest]
-        node.used = self._uses
-        self._order.use(node.account)
-        if not node.children:
-            self._order.list_leaf(node.account, (node.used, digest))
 
     def _is_leaf(self, leaf: Leaf) -> bool:
         node = self._nodes.get(leaf[1])

@@ -325,10 +325,10 @@ class TokenLog:
         outputs[request_index] = self._content(request_index)
         sizes = {it: self._places.of(it) for it in outputs} | {request_index: units}
         extents = self._places.extents = Extents(self.arena_tokens, EXTENT_TOKENS_MIN)
-        for it in sorted(sizes, key=lambda it: -sizes[it]):
-            base = extents.allocate(sizes[it])
+        for index in sorted(sizes, key=lambda it: -sizes[it]):
+            base = extents.allocate(sizes[index])
             assert base is not None
-            self._settle(it, base, sizes[it], *outputs[it])
+            self._settle(index, base, sizes[index], *outputs[index])
         return True
 
     def _content(self, request_index: int) -> tuple[Int32Array, Int32Array]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import trio
 
 from basics.processes import Process
-from coordinator.scheduling.events import LinkStats
+from coordinator.state.events import LinkStats
 from coordinator.workers.worker_epoch import WorkerEpoch
 from protocol.messages import NOT_SEEN, Command, WorkerHello
 

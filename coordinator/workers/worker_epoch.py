@@ -21,7 +21,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from coordinator.scheduling.events import LinkStats
+from coordinator.state.events import LinkStats
 from coordinator.workers.command_log import CommandLog
 from protocol.errors import ProtocolError, WrongState
 from protocol.messages import NAME_CHARS_MAX, Counters, Heartbeat, Report, WorkerHello

@@ -38,9 +38,9 @@ from coordinator.listener.dropped import Dropped
 from coordinator.listener.flood_control import FloodControl
 from coordinator.listener.rate_limiter import RateLimiter
 from coordinator.listener.router import Received, RouterSocket
-from coordinator.scheduling.api import SchedulerApi
-from coordinator.scheduling.events import WorkerPort
-from coordinator.tokens.token_log import TokenLog
+from coordinator.scheduler.api import SchedulerApi
+from coordinator.state.events import WorkerPort
+from coordinator.tokens.token_log import EMPTY, TokenLog
 from coordinator.workers.command_sender import CommandSender
 from coordinator.workers.epoch_link import WorkerLink
 from coordinator.workers.report_acks import ReportAcks
@@ -66,8 +66,6 @@ MESSAGES_PER_S: Final = 20_000.0
 MESSAGES_BURST: Final = 200_000.0
 #: Interval of `LinkScheduler.starving` while reports arrive.
 STARVING_INTERVAL_S: Final = 0.02
-
-EMPTY: Final[Int32Array] = np.empty(0, np.int32)
 
 log = logger("coordinator.workers.worker_link")
 
@@ -99,10 +97,8 @@ class WorkerLinks:
         self._incarnation = incarnation
         self._journal = journal
         self._acks = ReportAcks(journal, self._acknowledge)
-        self._dropped = Dropped("worker", counters.dropped_messages)
-        self._flood_control = FloodControl(
-            socket, RateLimiter(MESSAGES_PER_S, MESSAGES_BURST), self._dropped, self._answer_refused
-        )
+        limiter, dropped = RateLimiter(MESSAGES_PER_S, MESSAGES_BURST), Dropped("worker", counters.dropped_messages)
+        self._flood_control = FloodControl(socket, limiter, dropped, self._answer_refused)
         self._by_name: dict[str, WorkerLink] = {}
         self._by_peer: dict[bytes, WorkerLink] = {}
         self._joining: set[str] = set()
@@ -173,14 +169,7 @@ class WorkerLinks:
 
     async def _read(self) -> None:
         while True:
-            for received in await self._socket.recv_batch():
-                if not self._flood_control.admits(received, trio.current_time()):
-                    continue
-                try:
-                    self._receive(received)
-                except HiSparseError as error:
-                    self._refuse(received, error)
-                    await self._flood_control.pause()
+            await self._flood_control.read(await self._socket.recv_batch(), self._receive)
             if trio.current_time() >= self._short_sent_at + STARVING_INTERVAL_S:
                 self._send_short()
 
@@ -256,15 +245,8 @@ class WorkerLinks:
                 link.state.count_swaps(event)
             self._scheduler.on_event(link.name, link.state.epoch, event)
 
-    def _refuse(self, received: Received, error: HiSparseError) -> None:
-        self._dropped.note(error.code, received.descriptor, str(error), trio.current_time())
-        self._send_refused(received.peer, error)
-
     def _answer_refused(self, received: Received, error: HiSparseError) -> None:
-        self._send_refused(received.peer, error)
-
-    def _send_refused(self, peer: bytes, error: HiSparseError) -> None:
-        self._socket.send(peer, messages.encode(messages.Refused(error.code, error.message, error.remedy)))
+        self._socket.send(received.peer, messages.encode(messages.Refused(error.code, error.message, error.remedy)))
 
     # ------------------------------------------------------------ joining
 
@@ -320,7 +302,7 @@ class WorkerLinks:
         try:
             await self._scheduler.worker_up(hello, link, link.attested)
         except HiSparseError as error:
-            self._refuse(received, error)
+            self._flood_control.refuse(received, error)
             return
         finally:
             self._joining.discard(hello.worker)
@@ -342,12 +324,12 @@ class WorkerLinks:
             await self._scheduler.worker_back(hello)
         except HiSparseError as error:
             self._put_down(link, proved_exit=False, reason=str(error))
-            self._refuse(received, WrongState(error.message, remedy="begin a new epoch"))
+            self._flood_control.refuse(received, WrongState(error.message, remedy="begin a new epoch"))
             return
         finally:
             self._joining.discard(hello.worker)
         if link.is_down:
-            self._refuse(received, WrongState("this epoch was declared down", remedy="begin a new one"))
+            self._flood_control.refuse(received, WrongState("this epoch was declared down", remedy="begin a new one"))
             return
         for row in inventory:
             self._log.rebind(row.request_index, row.placement, link.number)

@@ -6,7 +6,7 @@
                     name's newest key is last
 
 Rights of a client: `priority=N`, the highest priority that it may ask for (KEY_PRIORITY_DEFAULT without it), or
-`front`, for HTTP fronts: any priority, and tenants, who take turns (coordinator.scheduling.turns). A front holds its
+`front`, for HTTP fronts: any priority, and tenants, who take turns (coordinator.state.owner_turns). A front holds its
 users to the limits of their API keys. A client with that right takes as many turns as it names tenants.
 
 cluster.keys_dir names the directory of these files. A process reads only its file, so a peer needs one. Requests belong

@@ -16,8 +16,8 @@ from basics.rooms import BY_NAME, WhenFull
 from coordinator.gateway import deliveries as deliveries_module
 from coordinator.gateway import gateway as gateway_module
 from coordinator.listener.connection_tracker import ConnectionTracker
-from coordinator.scheduling import request_table
 from coordinator.tokens.token_log import TokenLog
+from coordinator.turn import request_table
 from hisparse.http import front as front_module
 from hisparse.http.server.body_reader import place_in
 from hisparse.http.server.exchange import Channel

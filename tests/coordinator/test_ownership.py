@@ -12,9 +12,7 @@ import trio.testing
 
 from coordinator.actor import Actor
 from coordinator.journal.journal import GroupCommit
-from coordinator.scheduling.dispatch import Effects
-from coordinator.scheduling.scheduler import Scheduler
-from tests.coordinator.scheduling.test_recovery import Life
+from tests.coordinator.turn.test_recovery import Life
 from tests.support.ownership import Ownership
 
 Write = Callable[[Life], None]
@@ -133,16 +131,13 @@ async def test_foreign_write_is_seen(autojump_clock: trio.testing.MockClock, wri
 
 
 @pytest.mark.parametrize("write", [write_state, write_array, write_journal_state])
-async def test_scheduler_write_to_foreign_state_is_seen(
-    autojump_clock: trio.testing.MockClock, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_scheduler_write_to_foreign_state_is_seen(autojump_clock: trio.testing.MockClock, write: Write) -> None:
     """In the middle of a turn of its task."""
     async with watched_life() as (life, ownership):
         await life.add_worker("w0")
         await life.submit("r", 100, 200)
         await life.run_until("r", "RUNNING")
-        monkeypatch.setattr(Scheduler, "_progress", lambda *_: write(life) or Effects())
-        life.scheduler.starving(None)  # type: ignore[arg-type]
+        life.scheduler.tell(lambda _: write(life))
         await life.settle()
         assert ownership.violations, "seen"
         assert {writer for _, writer in ownership.violations} <= {"scheduler", "before append"}

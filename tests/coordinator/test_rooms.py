@@ -13,14 +13,14 @@ from coordinator.gateway import deliveries as deliveries_module
 from coordinator.gateway import gateway as gateway_module
 from coordinator.gateway.connections import OUTBOX_BYTES_MAX, ClientConnections
 from coordinator.listener.router import Sent
-from coordinator.scheduling.api import Handle
+from coordinator.scheduler.api import Handle
 from protocol import messages
 from protocol.arrays import pack_int32
 from protocol.errors import WrongState
 from protocol.messages import PROTOCOL_VERSION
 from protocol.settings import CoordinatorSettings
 from tests import ROOT
-from tests.coordinator.scheduling.test_recovery import Life
+from tests.coordinator.turn.test_recovery import Life
 from tests.support.containers import FEW, LISTED, MANY, grown, lengths
 from tests.support.gateway_rig import GatewayRig, hear, running, say
 

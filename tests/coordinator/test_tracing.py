@@ -21,7 +21,7 @@ from basics.tracing.readable import Readable
 from basics.tracing.sender import SpanSender, open_sender
 from basics.tracing.spans import SpanCounters, TraceSpan
 from coordinator.journal.records import RequestFacts
-from coordinator.scheduling.request_state import RequestState, Transition
+from coordinator.state.request_state import RequestState, Transition
 from coordinator.tracing import EVENTS_MAX, RequestTrace, RequestTracing, own_context
 from protocol import messages
 from protocol.arrays import pack_int32

@@ -13,7 +13,7 @@ from tests import ROOT
 ROOMS: Final = ("basics", "coordinator", "examples", "hisparse", "house", "manifests", "metrics", "protocol", "sim")
 #: They drive a real worker, or read the library's configuration of a published model.
 WITH_TORCH: Final = {
-    "tests/coordinator/scheduling/test_direct_admission.py",
+    "tests/coordinator/policy/test_direct_admission.py",
     "tests/hisparse/cluster/test_placement.py",
 }
 #: Prints the first module with which torch was imported.

@@ -22,8 +22,8 @@ from benchmarks.ratios import ratios
 from coordinator.gateway import connections
 from coordinator.journal import journal, store
 from coordinator.listener import connection_tracker, rate_limiter, router, sweeper, unfinished, zap
-from coordinator.scheduling import dispatch
 from coordinator.service import CLIENT_UNREAD_MESSAGES
+from coordinator.turn import dispatch
 from hisparse.cli import main
 from hisparse.cli.reference import pages
 from hisparse.cluster import keeper, restarts

@@ -34,7 +34,7 @@ from coordinator.journal.ledger_image import parts_of
 from coordinator.journal.records import RequestFacts
 from coordinator.journal.state import JournalState, RequestRecord, replay
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.request_state import RequestState
+from coordinator.state.request_state import RequestState
 from coordinator.tokens.logprob_rows import unpack_logprobs
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.epoch_link import WorkerLink

@@ -30,9 +30,9 @@ import trio._core._run
 
 import coordinator.memory.changes
 import coordinator.memory.host_pool
-import coordinator.scheduling.candidates
-import coordinator.scheduling.hot_sizing
-import coordinator.scheduling.policy
+import coordinator.policy.candidates
+import coordinator.policy.hot_sizing
+import coordinator.policy.policy
 import coordinator.service
 import coordinator.workers.worker_link
 import hisparse.client.connection
@@ -44,12 +44,12 @@ from coordinator.journal.journal import GroupCommit
 from coordinator.journal.state import JournalState
 from coordinator.memory.changes import Change, Reserve
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.entries import WorkerEntry
-from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.scheduler import Scheduler
-from coordinator.scheduling.throughput import FloorRoom, HotFloor, Look
+from coordinator.policy.throughput import FloorRoom, HotFloor, Look
+from coordinator.scheduler.scheduler import Scheduler
 from coordinator.service import Coordinator
+from coordinator.state.placement_table import PlacementTable
+from coordinator.state.request_state import RequestState
+from coordinator.state.worker_entry import WorkerEntry
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers.epoch_link import WorkerLink
 from coordinator.workers.worker_epoch import WorkerEpoch
@@ -299,7 +299,7 @@ class CoordinatorLife:
     def is_committed(self) -> bool:
         """Whether the journal has written all that it was given."""
         journal = self._scheduler._journal if self._scheduler else None
-        return isinstance(journal, GroupCommit) and not journal._waiting and journal._writing.committed.is_set()
+        return isinstance(journal, GroupCommit) and not journal._pending.records and journal._writing.committed.is_set()
 
     @property
     def is_between_turns(self) -> bool:
@@ -613,10 +613,10 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
         (WorkerLinks, "_apply", tapped_report),
         *_tapped_for_groups(cluster),
         (coordinator.memory.host_pool, "apply", tapped_apply),
-        (coordinator.scheduling.candidates.Candidates, "_prefers_steps", lambda _, __, rest: rest in SHORT_RESTS),
-        (coordinator.scheduling.candidates.Candidates, "_takes_steps", lambda _, rest: rest in SHORT_RESTS),
-        (coordinator.scheduling.hot_sizing, "HotFloor", _drawn_floors(random.Random(f"{cluster.seed} floors"))),
-        *((coordinator.scheduling.hot_sizing, name, value) for name, value in HASTY_LOOKS.items()),
+        (coordinator.policy.candidates.Candidates, "_prefers_steps", lambda _, __, rest: rest in SHORT_RESTS),
+        (coordinator.policy.candidates.Candidates, "_takes_steps", lambda _, rest: rest in SHORT_RESTS),
+        (coordinator.policy.hot_sizing, "HotFloor", _drawn_floors(random.Random(f"{cluster.seed} floors"))),
+        *((coordinator.policy.hot_sizing, name, value) for name, value in HASTY_LOOKS.items()),
     )
     pages = [
         module for name, module in sys.modules.items() if name.startswith(PAGED) and hasattr(module, "PAGE_TOKENS")
@@ -626,7 +626,7 @@ def on_simulated_machine(cluster: Cluster) -> Iterator[None]:
             stack.enter_context(patch.object(place, name, replacement))
         for module in pages:
             stack.enter_context(patch.object(module, "PAGE_TOKENS", PAGE_TOKENS))
-        stack.enter_context(patch.object(coordinator.scheduling.policy, "URGENT_TOKENS", PAGE_TOKENS))
+        stack.enter_context(patch.object(coordinator.policy.policy, "URGENT_TOKENS", PAGE_TOKENS))
         stack.callback(protocol.sizing._managed.cache_clear)
         protocol.sizing._managed.cache_clear()
         logger = logging.getLogger("hisparse")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from coordinator.memory.changes import Reserve
-from coordinator.scheduling.entries import WorkerEntry
+from coordinator.state.worker_entry import WorkerEntry
 from coordinator.workers.epoch_link import WorkerLink
 from coordinator.workers.worker_epoch import WorkerEpoch
 from protocol import messages

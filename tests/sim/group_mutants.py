@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from coordinator.scheduling import placement_table, worker_registry
-from coordinator.scheduling.entries import WorkerEntry
-from coordinator.scheduling.groups import GroupLife, life_of
-from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_state import RequestState
+from coordinator.scheduler import worker_registry
+from coordinator.state import placement_table
+from coordinator.state.groups import GroupLife, life_of
+from coordinator.state.placement_table import PlacementTable
+from coordinator.state.request_state import RequestState
+from coordinator.state.worker_entry import WorkerEntry
 from coordinator.workers.worker_epoch import WorkerEpoch
 from protocol import messages
 from tests.sim.groups import RankRounds

@@ -21,12 +21,14 @@ from coordinator.memory.changes import Evict, Release
 from coordinator.memory.host_pool import HostPool
 from coordinator.memory.ledger import Ledger
 from coordinator.memory.prefix_index import PrefixIndex
-from coordinator.scheduling import dispatch, events, placement_table, scheduler
-from coordinator.scheduling.lifecycle import EventKind, Resolve
-from coordinator.scheduling.request import Request
-from coordinator.scheduling.request_state import _HANDLERS, RequestState
-from coordinator.scheduling.turns import OwnerTurns
+from coordinator.scheduler import scheduler
+from coordinator.state import events, placement_table
+from coordinator.state.lifecycle import EventKind, Resolve
+from coordinator.state.owner_turns import OwnerTurns
+from coordinator.state.request import Request
+from coordinator.state.request_state import _HANDLERS, RequestState
 from coordinator.tokens.token_log import TokenLog
+from coordinator.turn import dispatch
 from coordinator.workers.worker_epoch import Arrival, WorkerEpoch
 from coordinator.workers.worker_link import WorkerLinks
 from protocol import messages, units
@@ -172,13 +174,13 @@ def keep_pages_of_a_process_that_may_live() -> Plan:
     yield WorkerLinks, "_put_down", put_down
 
 
-def _depart_at_once(original: Any, *, durable: bool) -> Any:
+def _end_at_once(original: Any, *, durable: bool) -> Any:
     def handler(self: RequestState, event: Any, target: Any, rows: Any, now: float) -> list[Any]:
         actions: list[Any] = original(self, event, target, rows, now)
         if not any(isinstance(action, Withdraw) for action in actions):
             return actions
         way = Resolve.WAIT if durable else Resolve.OUTCOME
-        return actions + self._depart(EventKind.RELEASED, way, rows.durable if durable else 0, rows, now)
+        return actions + self._end_placement(EventKind.RELEASED, way, rows.durable if durable else 0, rows, now)
 
     return handler
 
@@ -186,13 +188,17 @@ def _depart_at_once(original: Any, *, durable: bool) -> Any:
 @plant
 def free_a_retracted_request_before_released() -> Plan:
     """Withdraw was sent: that must do."""
-    yield _HANDLERS, events.RetractOrder, (EventKind.RETRACT, _depart_at_once(RequestState._retract, durable=True))
+    yield (
+        _HANDLERS,
+        events.RetractOrder,
+        (EventKind.RETRACT, _end_at_once(RequestState._retract, durable=True)),
+    )
 
 
 @plant
 def free_an_aborted_request_before_released() -> Plan:
     """Its output is not wanted, so the mutant does not wait."""
-    yield _HANDLERS, events.EndOrder, (EventKind.END, _depart_at_once(RequestState._ended, durable=False))
+    yield _HANDLERS, events.EndOrder, (EventKind.END, _end_at_once(RequestState._ended, durable=False))
 
 
 @plant
@@ -232,15 +238,15 @@ def drop_the_last_page_of_what_is_kept() -> Plan:
 @plant
 def resume_beyond_the_durable_length() -> Plan:
     """Every token that was delivered counts as a row."""
-    original = RequestState._depart
+    original = RequestState._end_placement
 
-    def depart(
+    def end_placement(
         self: RequestState, kind: EventKind, target: Any, durable: int, rows: Any, *rest: Any, **named: Any
     ) -> Any:
         beyond = durable and self.facts.prompt_tokens + rows.generated - 1
         return original(self, kind, target, beyond, rows, *rest, **named)
 
-    yield RequestState, "_depart", depart
+    yield RequestState, "_end_placement", end_placement
 
 
 # ---------------------------------------------------------------- prefill for another worker
@@ -254,7 +260,7 @@ def take_the_prompt_of_a_worker_that_may_live() -> Plan:
     def lost(self: RequestState, event: events.WorkerLost, target: Any, rows: Any, now: float) -> list[Any]:
         if not self.prefills_only:
             return original(self, event, target, rows, now)
-        return self._depart(EventKind.LOST, target, rows.durable, rows, now, event.reason)
+        return self._end_placement(EventKind.LOST, target, rows.durable, rows, now, event.reason)
 
     yield _HANDLERS, events.WorkerLost, (EventKind.LOST, lost)
 
@@ -265,9 +271,9 @@ def take_the_prompt_of_a_worker_that_may_live() -> Plan:
 @plant
 def reuse_destination_pages_before_revocation() -> Plan:
     """The sender is gone: what should still write to the pages that it was given?"""
-    original = dispatch.Dispatch._departed_sender
+    original = dispatch.Dispatch._sender_ended
 
-    def departed_sender(self: Any, entry: Any, transfer: Any, event: Any, generated: int) -> Any:
+    def sender_ended(self: Any, entry: Any, transfer: Any, event: Any, generated: int) -> Any:
         was_lost = entry.lost and not transfer.arrived
         heard = original(self, entry, transfer, event, generated)
         if not was_lost or transfer.placement not in self.placement_table.transfers:
@@ -275,7 +281,7 @@ def reuse_destination_pages_before_revocation() -> Plan:
         self.placement_table.close_transfer(transfer)
         return heard.plus(dispatch.Effects((dispatch.LedgerStep(transfer.node, Release(transfer.placement)),)))
 
-    yield dispatch.Dispatch, "_departed_sender", departed_sender
+    yield dispatch.Dispatch, "_sender_ended", sender_ended
 
 
 @plant
@@ -458,10 +464,10 @@ def say_the_end_before_commit() -> Plan:
         )
 
         def tell() -> None:  # its tokens are delivered: without faults no check sees it
-            self._journal.append([ended])
+            self._parts.journal.append([ended])
             self._tell_end(it)
 
-        self._journal.append([]).then(tell)
+        self._parts.journal.append([]).then(tell)
 
     yield Request, "_write_end", write_end
 

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import trio
 
-from coordinator.scheduling.request_state import RequestState
+from coordinator.state.request_state import RequestState
 from hisparse.client.client import Client
 from protocol import units
 from protocol.messages import Rank

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from basics.request_states import State
-from coordinator.scheduling.lifecycle import EventKind
-from coordinator.scheduling.request_state import Transition
+from coordinator.state.lifecycle import EventKind
+from coordinator.state.request_state import Transition
 from protocol import messages, units
 from tests.sim.trace import Violation
 

@@ -17,7 +17,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from coordinator.scheduling.throughput import FloorRoom, HotFloor, Look
+from coordinator.policy.throughput import FloorRoom, HotFloor, Look
 from protocol.sizing import RESIDENT, HotSize
 from protocol.units import managed_chunks, pages_for
 from tests import ROOT

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from coordinator.journal.records import RequestAccepted, RequestFacts, RequestOrdered, digest_of
-from coordinator.scheduling.events import Admitted, ResumeOrder, RetractOrder, RowsGivenUp
-from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.request_state import Action, RequestState, Rows
+from coordinator.state.events import Admitted, DemoteOrder, ResumeOrder, RetractOrder
+from coordinator.state.placement_table import PlacementTable
+from coordinator.state.request_state import Action, RequestState, Rows
 from protocol import messages
 
 
@@ -86,6 +86,6 @@ def handle(request: RequestState, event: object, rows: Rows, now: float) -> list
         request.placement, request.worker = event.command.placement, event.worker
         request.own_tokens, request.kept_tokens = request.facts.part_of_prompt(request.kept_tokens), 0
         request.prefills_only = event.command.hot_slots == messages.NO_HOT_BUFFER
-    elif isinstance(event, RowsGivenUp):
+    elif isinstance(event, DemoteOrder):
         request.kept_tokens = 0
     return request.handle(event, rows, now)  # type: ignore[arg-type]

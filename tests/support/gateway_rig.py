@@ -12,7 +12,7 @@ import trio
 from coordinator.gateway.deliveries import Deliveries
 from coordinator.gateway.gateway import Gateway
 from coordinator.listener.router import RouterSocket
-from coordinator.scheduling.api import SchedulerApi
+from coordinator.scheduler.api import SchedulerApi
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages

@@ -28,12 +28,12 @@ from coordinator.actor import Actor
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.state import JournalState, RequestRecord
 from coordinator.memory.ledger import GpuBudget, Holding, Ledger
-from coordinator.scheduling.entries import InboundTransfer, WorkerDrain, WorkerEntry
-from coordinator.scheduling.placement_table import PlacementTable
-from coordinator.scheduling.poison import PoisonDetector
-from coordinator.scheduling.request_state import RequestState
-from coordinator.scheduling.request_table import RequestTable
-from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduler.scheduler import Scheduler
+from coordinator.state.placement_table import PlacementTable
+from coordinator.state.poison import PoisonDetector
+from coordinator.state.request_state import RequestState
+from coordinator.state.worker_entry import InboundTransfer, WorkerDrain, WorkerEntry
+from coordinator.turn.request_table import RequestTable
 
 Step: TypeAlias = Callable[[Actor[Any], list[Any]], Sequence[object]]
 

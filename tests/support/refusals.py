@@ -37,10 +37,8 @@ FILES: Final = (
         for name in (
             "gateway/gateway",
             "gateway/connections",
-            *(
-                f"scheduling/{it}"
-                for it in ("api", "commands", "request_state", "submission", "validation", "worker_registry")
-            ),
+            *(f"scheduler/{it}" for it in ("api", "submission", "validation", "worker_registry")),
+            "turn/commands",
         )
     ),
 )

@@ -18,9 +18,9 @@ import trio.testing
 
 from basics.request_states import TERMINAL
 from coordinator.actor import Supervisor, open_supervisor
-from coordinator.scheduling.events import Ending, LinkStats
-from coordinator.scheduling.request import BeginTrace
-from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduler.scheduler import Scheduler
+from coordinator.state.events import Ending, LinkStats
+from coordinator.state.request import BeginTrace
 from coordinator.tokens.token_log import TokenLog
 from metrics.state import CoordinatorCounters
 from protocol import messages

@@ -1,10 +1,11 @@
-"""Files and mailboxes that a request passes, from Client.submit until its Admit has left the coordinator.
+"""Files and mailboxes on two ways: from Client.submit until an Admit has left the coordinator, and from
+Client.retract until a Withdraw has.
 
     python -m tools.docs.walk [--files]
 
 A coordinator with a journal, a client and a fake worker run in this process; a profiler notes each file of the project
-whose code runs in between. Of several submissions, after a first one, the files that each of them passes are counted:
-what happens once a process, and what timers run meanwhile, is not. A slow clock keeps most timers from running at all,
+whose code runs in between. Of several calls, after a first one, the files that each of them passes are counted: what
+happens once a process, and what timers run meanwhile, is not. A slow clock keeps most timers from running at all,
 however busy the machine is.
 """
 
@@ -75,17 +76,15 @@ def product_of(walks: list[Walk]) -> list[str]:
     return sorted(name for name in names if name.startswith(PRODUCT))
 
 
-async def next_admit(worker: FakeWorker) -> None:
+async def next_command(worker: FakeWorker, kind: type[messages.Command]) -> None:
     while True:
         match await worker.hear():
-            case messages.Commands(commands=commands) if any(
-                isinstance(command, messages.Admit) for command in commands
-            ):
+            case messages.Commands(commands=commands) if any(isinstance(command, kind) for command in commands):
                 return
 
 
-async def walk(directory: Path) -> list[Walk]:
-    """Submit requests one after the other; return what each passed, but the first."""
+async def walk(directory: Path) -> dict[str, list[Walk]]:
+    """Submit requests one after the other, then retract them; return what each call passed, but the first, by name."""
     client_endpoint, admin_endpoint, worker_endpoint = (f"ipc://{directory}/{role}.sock" for role in ROLES)
     config = Config(
         cluster=ClusterSettings(
@@ -99,7 +98,8 @@ async def walk(directory: Path) -> list[Walk]:
     client = RouterSocket(client_endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
     admin = RouterSocket(admin_endpoint, message_bytes_max=CLIENT_MESSAGE_BYTES_MAX)
     worker = RouterSocket(worker_endpoint, message_bytes_max=WORKER_MESSAGE_BYTES_MAX, credentials=True)
-    coordinator, walks = Coordinator(config, client, admin, worker), [Walk() for _ in range(1 + WALKS)]
+    coordinator = Coordinator(config, client, admin, worker)
+    walks = {name: [Walk() for _ in range(1 + WALKS)] for name in ("submit", "retract")}
     async with trio.open_nursery() as nursery:
         nursery.start_soon(coordinator.serve)
         await coordinator.started.wait()
@@ -107,29 +107,35 @@ async def walk(directory: Path) -> list[Walk]:
         await fake.say(hello("w0"))
         await fake.hear()
         async with open_client(client_endpoint) as user:
-            for number, walked in enumerate(walks):
+            for number, walked in enumerate(walks["submit"]):
                 with walked:
                     await user.submit([1, 2, 3], Sampling(max_tokens=8), request_id=f"r{number}")
-                    await next_admit(fake)
+                    await next_command(fake, messages.Admit)
+        async with open_client(admin_endpoint, role="admin") as operator:
+            for number, walked in enumerate(walks["retract"]):
+                with walked:
+                    await operator.retract([f"r{number}"])
+                    await next_command(fake, messages.Withdraw)
         fake.close()
         nursery.cancel_scope.cancel()
     for socket in (client, admin, worker):
         socket.close()
-    return walks[1:]
+    return {name: walked[1:] for name, walked in walks.items()}
 
 
 @click.command()
 @click.option("--files", is_flag=True, help="Print each file, too.")
 def main(files: bool) -> None:
-    """Count files and mailboxes from submit to Admit."""
-    with tempfile.TemporaryDirectory() as name:
-        walks = trio.run(walk, Path(name), clock=MockClock(CLOCK_RATE))
-    product, mailboxes = product_of(walks), walks[0].mailboxes
-    if files:
-        print("\n".join(product))
-    rooms = Counter(name.split("/")[0] for name in product)
-    print(f"{len(product)} files: " + ", ".join(f"{room} {count}" for room, count in rooms.most_common()))
-    print(f"{len(mailboxes)} mailboxes: " + ", ".join(f"{owner} {n}" for owner, n in mailboxes.items()))
+    """Count files and mailboxes from submit to Admit, and from retract to Withdraw."""
+    with tempfile.TemporaryDirectory() as directory:
+        walks = trio.run(walk, Path(directory), clock=MockClock(CLOCK_RATE))
+    for call, walked in walks.items():
+        product, mailboxes = product_of(walked), walked[0].mailboxes
+        if files:
+            print("\n".join(product))
+        rooms = Counter(path.split("/")[0] for path in product)
+        print(f"{call}: {len(product)} files: " + ", ".join(f"{room} {count}" for room, count in rooms.most_common()))
+        print(f"{call}: {len(mailboxes)} mailboxes: " + ", ".join(f"{owner} {n}" for owner, n in mailboxes.items()))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ import msgspec
 import trio
 
 from basics import gc_policy
-from coordinator.scheduling.events import Handle
+from coordinator.state.events import Handle
 from hisparse.http.server.listener import CONNECTIONS_MIN
 from protocol import logs, messages
 from protocol.errors import BadInput

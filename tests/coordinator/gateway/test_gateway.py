@@ -137,9 +137,9 @@ async def test_refused_messages_leave_turns_to_other_tasks(rig: GatewayRig, monk
     order: list[str] = []
     receive = rig.gateway._receive
 
-    def note(role: str, received: Received, nursery: trio.Nursery) -> None:
+    def note(role: str, nursery: trio.Nursery, received: Received) -> None:
         order.append("known" if rig.deliveries.connections.find(role, received.peer) else "unknown")
-        receive(role, received, nursery)
+        receive(role, nursery, received)
 
     known, stranger = await introduce(rig), await rig.dealer()
     monkeypatch.setattr(rig.gateway, "_receive", note)

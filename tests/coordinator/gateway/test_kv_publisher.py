@@ -20,7 +20,7 @@ from coordinator.gateway import kv_publisher
 from coordinator.gateway.kv_publisher import KvPublisher, Published
 from coordinator.listener.authentication import CurveGuard
 from coordinator.listener.zap import AllowList, ZapHandler
-from coordinator.scheduling.kv_events import AllRemoved, KvEvent, PagesRemoved, PagesStored
+from coordinator.memory.kv_events import AllRemoved, KvEvent, PagesRemoved, PagesStored
 from metrics.state import CoordinatorCounters
 from protocol.errors import ConfigError, Unavailable
 from protocol.transport.curve import show_key

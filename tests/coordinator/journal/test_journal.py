@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import astuple
 
 import pytest
 import trio
@@ -101,27 +100,6 @@ async def test_records_that_come_during_a_write_form_the_next_group(autojump_clo
     assert (desk.counters.commits, desk.counters.records) == (2, 7)
 
 
-async def test_what_a_turn_appends_is_one_group(autojump_clock: trio.testing.MockClock) -> None:
-    """Also beside tokens, which are written meanwhile, and for replies that were waited for before the turn ended."""
-    async with open_desk() as desk:
-        await desk.submit().wait()
-        desk.journal.hold()
-        first, reply = desk.journal.append([order(1)]), Reply[str]()
-        first.answer(reply, "first", "the first")
-        await trio.sleep(1.0)
-        desk.say(5)
-        await trio.sleep(1.0)
-        assert (desk.delivered, first.done) == (1, False)
-        second = desk.journal.append([order(2)])
-        desk.journal.let_go()
-        second.answer(late := Reply[str](), "second", "the second")
-        assert (await reply.wait(), await late.wait(), first.done) == ("first", "second", True)
-    assert [[type(it).__name__ for it in group] for group in desk.store.groups[1:]] == [
-        ["TokensAppended"],
-        ["RequestOrdered", "RequestOrdered"],
-    ]
-
-
 async def test_call_is_made_once_its_record_is_durable_and_tokens_before_it_may_be_delivered(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
@@ -135,28 +113,23 @@ async def test_call_is_made_once_its_record_is_durable_and_tokens_before_it_may_
 
         await desk.submit().wait()
         desk.say(5, 6)
-        desk.journal.hold()
         commit = desk.journal.append([order(1)])
-        commit.then(note("held"))
-        desk.journal.let_go()
-        commit.then(note("let go"))
+        commit.then(note("pending"))
         assert calls == []
         await commit.wait()
-        assert calls == [("held", 2), ("let go", 2)]
+        assert calls == [("pending", 2)]
         commit.then(note("durable"))
-        assert calls[2:] == [("durable", 2)]
+        assert calls[1:] == [("durable", 2)]
 
 
 async def test_durable_records_need_no_collection(autojump_clock: trio.testing.MockClock) -> None:
-    """Those of a turn, too: they hold prompts, and a cycle is found after minutes."""
+    """They hold prompts, and a cycle is found after minutes."""
     gc.collect()
     gc.disable()
     try:
         async with open_desk() as desk:
-            desk.journal.hold()
             commit = desk.journal.append([order(1)])
             group_type = type(commit._group)
-            desk.journal.let_go()
             await commit.wait()
             del commit
             await desk.journal.append([order(2)]).wait()
@@ -165,23 +138,6 @@ async def test_durable_records_need_no_collection(autojump_clock: trio.testing.M
             assert not kept
     finally:
         gc.enable()
-
-
-async def test_turn_during_a_summary_is_not_held_together(autojump_clock: trio.testing.MockClock) -> None:
-    """A summary tells of a request what is true at its place in the journal."""
-    async with open_desk() as desk:
-        await desk.submit().wait()
-        desk.journal.hold()
-        desk.journal.append([order(1)])
-        desk.store.wants_summary = True
-        desk.journal.summarize_if_long()
-        desk.journal.hold()
-        await desk.journal.append([order(2)]).wait()
-    log = TokenLog(4, 1 << 12, journalled=True)
-    replayed = replay(desk.store.records, log).requests
-    assert {index: astuple(it) for index, it in replayed.items()} == {
-        index: astuple(it) for index, it in desk.state.requests.items()
-    }
 
 
 async def test_single_record_is_written_without_delay(autojump_clock: trio.testing.MockClock) -> None:

@@ -21,10 +21,10 @@ from coordinator.journal.records import (
     LedgerChanged,
     PoolOpened,
     Record,
-    RequestDeparted,
     RequestEnded,
     RequestOrdered,
     RequestPlaced,
+    RequestPlacementEnded,
     RequestsForgotten,
     SummaryEnded,
     WorkerDrained,
@@ -193,7 +193,7 @@ class JournalMachine(RuleBasedStateMachine):
                     joined.epoch,
                 )
             ):
-                self.depart(request_index, keep=True, full_pages=not proved)
+                self.end_placement(request_index, keep=True, full_pages=not proved)
 
     @rule()
     def prove(self) -> None:
@@ -275,9 +275,9 @@ class JournalMachine(RuleBasedStateMachine):
     def retract(self, pick: int, keep: bool) -> None:
         request_index = self.pick_slot(pick, on_worker=True)
         if request_index is not None:
-            self.depart(request_index, keep=keep)
+            self.end_placement(request_index, keep=keep)
 
-    def depart(self, request_index: int, *, keep: bool, full_pages: bool = False) -> None:
+    def end_placement(self, request_index: int, *, keep: bool, full_pages: bool = False) -> None:
         """`full_pages`: a process not proved gone may still write the last one."""
         placed = self.state.requests[request_index].placed
         assert placed is not None
@@ -286,7 +286,7 @@ class JournalMachine(RuleBasedStateMachine):
         kept = kept // 64 * 64 if full_pages else kept
         change: Change = Keep(placed.placement, -(-kept // 64)) if kept else Release(placed.placement)
         self.log.end_placement(request_index)
-        self.change(change, RequestDeparted(request_index, kept, kept if kept else NO_TOKEN))
+        self.change(change, RequestPlacementEnded(request_index, kept, kept if kept else NO_TOKEN))
 
     @rule(pick=st.integers(0), held=st.booleans(), outcome=st.sampled_from(["", "ABORTED"]))
     def order(self, pick: int, held: bool, outcome: str) -> None:
@@ -317,7 +317,7 @@ class JournalMachine(RuleBasedStateMachine):
         if request_index is not None:
             record = self.state.requests[request_index]
             if record.placed is not None:
-                self.change(Release(record.placed.placement), RequestDeparted(request_index, 0))
+                self.change(Release(record.placed.placement), RequestPlacementEnded(request_index, 0))
             self.write(RequestEnded(request_index, "FINISHED", "eos", self.log.length(request_index), "tail", 2.5))
             record.prompt = b""  # as its owner does
 

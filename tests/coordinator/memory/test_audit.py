@@ -18,7 +18,7 @@ from trio.testing import MockClock
 
 from coordinator.memory.audit import AuditRounds, Difference, compare
 from coordinator.memory.ledger import Ledger
-from coordinator.scheduling.auditor import Auditor
+from coordinator.turn.auditor import Auditor
 from protocol.errors import ProtocolError
 from protocol.inventory import PAGES_MAX, UNCHECKED, InventoryRow, digest_of, unpack_rows
 from protocol.messages import AuditedRow, DifferenceRow

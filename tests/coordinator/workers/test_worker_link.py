@@ -18,7 +18,7 @@ from trio.testing import MockClock
 from basics.processes import process_of
 from coordinator.journal.journal import Journal, NoJournal
 from coordinator.listener.router import RouterSocket
-from coordinator.scheduling.events import WorkerPort
+from coordinator.state.events import WorkerPort
 from coordinator.tokens.token_log import TokenLog
 from coordinator.workers import command_log, worker_link
 from coordinator.workers.tokenizer_store import TokenizerStore

@@ -15,7 +15,7 @@ from basics.processes import process_of
 from coordinator.journal.journal import GroupCommit
 from coordinator.journal.records import TokensAppended, WorkerJoined
 from coordinator.journal.state import JournalState
-from coordinator.scheduling.events import WorkerPort
+from coordinator.state.events import WorkerPort
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow, pack_rows
 from protocol.messages import NOT_SEEN, PROTOCOL_VERSION, Commands, Refused, ReportAck, Withdraw, WorkerWelcome

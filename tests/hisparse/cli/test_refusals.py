@@ -25,10 +25,10 @@ from click.testing import CliRunner, Result
 import hisparse
 from basics.request_checks import check_salt
 from coordinator.gateway.gateway import ASKS_MAX, Gateway
-from coordinator.scheduling.api import _digest_of
-from coordinator.scheduling.commands import check_size, release_quarantine
-from coordinator.scheduling.validation import check_fits, check_submit
-from coordinator.scheduling.worker_registry import WorkerRegistry
+from coordinator.scheduler.api import _digest_of
+from coordinator.scheduler.validation import check_fits, check_submit
+from coordinator.scheduler.worker_registry import WorkerRegistry
+from coordinator.turn.commands import check_size, release_quarantine
 from hisparse.cli import main
 from hisparse.cli.submit import _prompt_text
 from hisparse.cluster.children import die_with_parent

@@ -17,11 +17,11 @@ from basics.request_states import TERMINAL, PendingKind
 from coordinator.memory import changes
 from coordinator.memory.changes import apply
 from coordinator.memory.ledger import NO_PAGES, Ledger
-from coordinator.scheduling import decisions
-from coordinator.scheduling.decisions import Cause
-from coordinator.scheduling.dispatch import Dispatch, Effects
-from coordinator.scheduling.entries import WorkerDrain, WorkerEntry
-from coordinator.scheduling.events import (
+from coordinator.policy import decisions
+from coordinator.policy.decisions import Cause
+from coordinator.policy.pending import PendingReasons
+from coordinator.policy.prefix_reuse import PrefixReuse
+from coordinator.state.events import (
     Admitted,
     Ending,
     LedgerStep,
@@ -31,9 +31,9 @@ from coordinator.scheduling.events import (
     RequestOrder,
     StillWaits,
 )
-from coordinator.scheduling.pending import PendingReasons
-from coordinator.scheduling.prefix_reuse import PrefixReuse
-from coordinator.scheduling.request_state import Action, RequestState, Rows, WorkerEvent
+from coordinator.state.request_state import Action, RequestState, Rows, WorkerEvent
+from coordinator.state.worker_entry import WorkerDrain, WorkerEntry
+from coordinator.turn.dispatch import Dispatch, Effects
 from protocol import messages
 from protocol.arrays import Int32Array
 from protocol.sizing import misfit
@@ -238,7 +238,7 @@ class FakeCluster:
                 self.take(self.dispatch.progressed(action))
             case PlacementEnded():
                 live.placement = 0
-                self.take(self.dispatch.departed(action, len(live.tokens)))
+                self.take(self.dispatch.placement_ended(action, len(live.tokens)))
             case messages.Admit() | messages.Grant() | messages.Resize() | messages.Withdraw():
                 if live.state.worker in self.ports:
                     self.ports[live.state.worker].send(action)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from coordinator.scheduling.events import Ending, Handle, Listener
-from coordinator.scheduling.validation import check_submit
+from coordinator.scheduler.validation import check_submit
+from coordinator.state.events import Ending, Handle, Listener
 from coordinator.tokens.token_log import TokenLog
 from protocol import messages
 from protocol.errors import HiSparseError, NotFound, WrongState

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coordinator.scheduling.validation import _mismatch
+from coordinator.scheduler.validation import _mismatch
 from kernels.state import StepBatch
 from protocol.errors import ConfigError
 from protocol.messages import DRAFT_TOKENS_MAX, NO_LOGPROBS, Finished

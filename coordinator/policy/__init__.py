@@ -1,0 +1,1 @@
+"""Plans: who is admitted, who gets more, who leaves, how large hot buffers are. All pure."""

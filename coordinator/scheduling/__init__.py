@@ -1,1 +1,0 @@
-"""Placement of requests: the Scheduler and its Requests, and the pure parts that decide for them."""

@@ -1,0 +1,1 @@
+"""Parts of one turn of the Scheduler: effects of events, adoption, recovery, audits, listings."""
