@@ -80,8 +80,8 @@ def rows_accuracy(values: str, kind: str) -> Row:
     form = kv_row_format(kind, LATENT, ROPE)
     kept = form.decode(form.encode(rows * factors)) / factors
     held = torch.ones(1, TOPK, dtype=torch.bool)
-    scores = [queries[0] @ it.T for it in (rows, kept)]
-    outputs = [attend(queries, it[None], held, 1.0, LATENT) for it in (rows, kept)]
+    scores = [queries[0] @ some.T for some in (rows, kept)]
+    outputs = [attend(queries, some[None], held, 1.0, LATENT) for some in (rows, kept)]
     return {
         "of": "rows",
         "values": values,
@@ -124,14 +124,14 @@ def needles_accuracy(path: Path, family: str, kind: str, trials: int) -> Row:
     exact, kept = _runner(path, "float32"), _runner(path, kind)
     draw, counted, same = torch.Generator().manual_seed(0), 0, 0
     for _ in range(trials):
-        start, at = (int(torch.randint(it, (), generator=draw)) for it in (STARTS, NEEDLE_CONTEXT - NEEDLE))
+        start, at = (int(torch.randint(most, (), generator=draw)) for most in (STARTS, NEEDLE_CONTEXT - NEEDLE))
         contexts = [bytearray(TEXT[start : start + NEEDLE_CONTEXT]) for _ in range(2)]
         contexts[1][at : at + NEEDLE] = bytes(torch.randint(32, 127, (NEEDLE,), generator=draw).tolist())
         tokens = [_next_token(exact, context) for context in contexts]
         if tokens[0] == tokens[1]:
             continue
         counted += 2
-        same += sum(_next_token(kept, context) == it for context, it in zip(contexts, tokens, strict=True))
+        same += sum(_next_token(kept, context) == token for context, token in zip(contexts, tokens, strict=True))
     return {"of": "needles", "values": family, "kind": kind, "contexts": counted, "same": same / max(1, counted)}
 
 
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for row in measured(options.steps, options.trials):
         rows.append(row)
-        shown = (f"{name} {it:.4g}" if isinstance(it, float) else f"{name} {it}" for name, it in row.items())
+        shown = (f"{name} {found:.4g}" if isinstance(found, float) else f"{name} {found}" for name, found in row.items())
         print(", ".join(shown), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -88,7 +88,7 @@ class RowFormat(RowShape):
             values = codes.view(torch.float8_e4m3fn).float()
             factors = scales.view(torch.float32)
         else:
-            values = rows.new_tensor(E2M1 + tuple(-it for it in E2M1), dtype=torch.float32)[_halves(codes).int()]
+            values = rows.new_tensor(E2M1 + tuple(-size for size in E2M1), dtype=torch.float32)[_halves(codes).int()]
             factors = _e8m0(scales) if self._in_powers else scales.view(torch.float8_e4m3fn).float()
         scaled = values.unflatten(-1, (-1, self.group)) * factors.unsqueeze(-1)
         return torch.cat((scaled.flatten(-2).to(dtype), plain.view(self.dtype).to(dtype)), dim=-1)
