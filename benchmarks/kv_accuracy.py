@@ -181,8 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for row in measured(options.steps, options.trials):
         rows.append(row)
-        shown = (f"{name} {found:.4g}" if isinstance(found, float) else f"{name} {found}" for name, found in row.items())
-        print(", ".join(shown), flush=True)
+        print(json.dumps(row), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

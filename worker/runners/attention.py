@@ -136,7 +136,7 @@ class Absorbed:
             halves.append(memory.empty(f"{name}.absorbed_{half}", tuple(values.shape), values.dtype))
             if not memory.is_filled:
                 halves[-1].copy_(values.detach())
-        return cls(*halves, latent_scale)
+        return cls(halves[0], halves[1], latent_scale)
 
 
 def normed(norm: Module, values: Tensor) -> Tensor:
