@@ -7,6 +7,7 @@ own name in the module of its own name: kernels.cuda.swap_in.swap_in, kernels.re
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from types import ModuleType
 
 from kernels.state import DeviceState
@@ -23,7 +24,11 @@ def prepare(state: DeviceState) -> None:
 
 def backend(state: DeviceState, contract: str) -> ModuleType:
     """The module that runs the functions of module `contract` on `state`."""
-    package = "cuda" if runs_on_cuda(state) else "reference"
+    return _module("cuda" if runs_on_cuda(state) else "reference", contract)
+
+
+@cache
+def _module(package: str, contract: str) -> ModuleType:
     return importlib.import_module(f"kernels.{package}.{contract.rpartition('.')[2]}")
 
 

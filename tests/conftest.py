@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from protocol.logs import ROOT as ROOT_LOGGER
 from tests.support import history, tier
@@ -34,7 +35,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in `make test &` of a s
 # An example that takes long, or is slow to draw, says something of the machine alone.
 settings.register_profile("hisparse", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hisparse")
+# Hypothesis also draws constants of all modules that are imported, however few a test is about. What a test draws would
+# depend on the tests beside it, and each process would parse the sources of the whole product.
+providers._get_local_constants = lambda: providers._local_constants
 
+#: New objects between two passes of Python's collector.
+GC_YOUNG: Final = 20_000
 #: Kinds of test that take seconds to minutes.
 LONG: Final = ("sim", "mutation", "process", "compile")
 #: There with a driver.
@@ -67,12 +73,14 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without Python's collector, and leave what was collected out of its passes: all of it lives on."""
+    """Collect without Python's collector, and leave what was collected out of its passes: all of it lives on. From here
+    on passes are rare, since tests make many objects and leave few."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(GC_YOUNG)
         gc.enable()
 
 

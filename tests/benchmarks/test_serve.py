@@ -31,6 +31,7 @@ from benchmarks.serve.workloads import WORKLOADS, cells_of, entries, next_histor
 from kernels.state import StepBatch
 from protocol.text import make_tokenizer
 from protocol.tokenizer_files import read_tokenizer
+from tests.support import zygote
 from tests.support.limits import HANG_LIMIT_S
 
 ROOT: Final = Path(__file__).parents[2]
@@ -256,7 +257,7 @@ def test_a_service_on_a_cpu_runs_cells_that_are_joined(tmp_path: Path, capsys: p
     """Real processes, the tiny model: a window of each kind of cell, and a cell that its budget leaves no time for."""
     first, second, whole = tmp_path / "first.json", tmp_path / "second.json", tmp_path / "whole.json"
     cells = ["--cells", "8k1k-8", "agents-4", "mix-16", "--window", "1.5", "--alone", "1", "--long", "30"]
-    subprocess.run(command(first, *cells), check=True, timeout=HANG_LIMIT_S, cwd=ROOT)
+    assert zygote.run(command(first, *cells), HANG_LIMIT_S).returncode == 0
     requests, agents, alone, beside = json.loads(first.read_text())["rows"]
     assert [it["cell"] for it in (requests, agents, alone, beside)] == ["8k1k-8", "agents-4", "mix-16", "mix-16"]
     assert (alone["phase"], beside["phase"]) == ("alone", "beside long prompts")
@@ -269,7 +270,7 @@ def test_a_service_on_a_cpu_runs_cells_that_are_joined(tmp_path: Path, capsys: p
     assert beside["long_ttft_s"]["count"] >= 1
 
     late = ["--cells", "32k8k-48", "8k1k-8", "--budget-seconds", "1", "--no-prefix-reuse"]
-    subprocess.run(command(second, *late), check=True, timeout=HANG_LIMIT_S, cwd=ROOT)
+    assert zygote.run(command(second, *late), HANG_LIMIT_S).returncode == 0
     files = ["--join", str(first), str(second), "--out", str(whole)]
     picture, csv = tmp_path / "serve.svg", tmp_path / "csv"
     assert main([*files, "--picture", str(picture), "--csv", str(csv)]) == 0

@@ -7,6 +7,7 @@ import sys
 from typing import Final
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests import ROOT
 
@@ -33,3 +34,8 @@ def test_modules_that_need_no_model_are_collected_without_torch() -> None:
     command = [sys.executable, "-c", IMPORT_EACH, *sorted(found - WITH_TORCH)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_examples_are_drawn_without_constants_of_modules_that_other_tests_import() -> None:
+    """They hold strings of the product otherwise, of each module that this process has imported so far."""
+    assert not len(providers._get_local_constants())

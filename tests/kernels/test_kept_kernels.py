@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -14,6 +15,9 @@ from kernels.cuda import jit
 from tests.emulated import device
 from tests.support import kept_kernels
 from tests.support.kept_kernels import KEPT_BYTES, KEPT_DAYS, folder, kept, prune, unit_key
+
+#: Of what hangs.
+LIMIT_S: Final = 60.0
 
 
 @pytest.fixture
@@ -121,7 +125,23 @@ def test_one_of_those_that_ask_at_once_compiles(own_folder: Path) -> None:
     for thread in threads:
         thread.join()
     assert compiled == [1]
-    assert sorted(path.name for path in own_folder.iterdir()) == ["unit-key", "unit.lock"]
+    assert sorted(path.suffix for path in own_folder.iterdir()) == ["", ".lock"]
+
+
+def test_kernels_of_one_unit_are_compiled_side_by_side(own_folder: Path) -> None:
+    """Each of two compilations ends once the other has begun."""
+    both = threading.Barrier(2, timeout=LIMIT_S)
+
+    def compile_it() -> jit.Compiled:
+        both.wait()
+        return jit.Compiled(b"code", ())
+
+    threads = [threading.Thread(target=kept, args=("unit", key, compile_it)) for key in ("a key", "another")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(path.name for path in own_folder.iterdir() if not path.suffix) == ["unit-a key", "unit-another"]
 
 
 def test_broken_file_is_compiled_anew(own_folder: Path) -> None:

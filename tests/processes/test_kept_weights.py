@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.processes.test_up import LIMIT_S, Up, eventually, left_files, running
+from tests.processes.test_up import LIMIT_S, Up, eventually, left_files, pid_of, running
 from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -32,21 +31,26 @@ def output(up: Up) -> object:
     return json.loads(done.stdout)["tokens"]
 
 
-def children(up: Up, command: str) -> list[psutil.Process]:
-    """Its processes that run such a command."""
+def keepers(up: Up) -> list[psutil.Process]:
+    """Its keepers of weights, which are executed."""
     living = [it for it in psutil.Process(up.process.pid).children() if it.status() != psutil.STATUS_ZOMBIE]
-    return [it for it in living if command in " ".join(it.cmdline())]
+    return [it for it in living if "hisparse.cluster.weights" in it.cmdline()]
+
+
+def kill_worker(up: Up) -> None:
+    """Kill the worker that runs now."""
+    os.kill(pid_of(up, "w0"), signal.SIGKILL)
 
 
 def test_a_killed_worker_maps_its_weights_and_a_killed_keeper_costs_one_loading(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path, start=subprocess.Popen) as up:
+    with running(model, tmp_path) as up:
         assert "weights loaded" in up.until("weights kept for later workers")
         expected = output(up)
-        (keeper,) = children(up, "hisparse.cluster.weights")
+        (keeper,) = keepers(up)
         assert up.ready["keepers"] == [{"worker": "w0", "pid": keeper.pid}]
         held = up.submit_endless()
         before = up.generated(held)
-        children(up, " worker ")[0].kill()
+        kill_worker(up)
         said = up.until("weights attached")
         assert "read_only=True" in said
         assert "weights loaded" not in said
@@ -54,13 +58,13 @@ def test_a_killed_worker_maps_its_weights_and_a_killed_keeper_costs_one_loading(
         assert output(up) == expected
         keeper.kill()
         assert output(up) == expected, "of the worker that has mapped what its keeper had"
-        children(up, " worker ")[0].kill()
+        kill_worker(up)
         assert "w0 loads its weights once more" in up.until("weights kept for later workers")
         assert output(up) == expected
-        children(up, " worker ")[0].kill()
+        kill_worker(up)
         up.until("weights attached")
         assert output(up) == expected
-        pids = [it.pid for it in children(up, "")]
+        pids = [pid_of(up, "coordinator"), pid_of(up, "w0"), *(it.pid for it in keepers(up))]
         assert len(pids) == 3
         up.process.send_signal(signal.SIGINT)
         up.until("draining for")
@@ -71,14 +75,14 @@ def test_a_killed_worker_maps_its_weights_and_a_killed_keeper_costs_one_loading(
 
 
 def test_a_killed_up_takes_its_keepers_with_it(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path, start=subprocess.Popen) as up:
-        (keeper,) = children(up, "hisparse.cluster.weights")
+    with running(model, tmp_path) as up:
+        (keeper,) = keepers(up)
         os.kill(up.process.pid, signal.SIGKILL)
         keeper.wait(LIMIT_S)
 
 
 def test_without_keepers_none_is_started(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path, "--set", "worker.keeper=false", start=subprocess.Popen) as up:
+    with running(model, tmp_path, "--set", "worker.keeper=false") as up:
         assert up.ready["keepers"] == []
-        assert children(up, "hisparse.cluster.weights") == []
+        assert keepers(up) == []
         assert "weights-w0.sock" not in left_files(tmp_path)

@@ -11,9 +11,13 @@ import gc
 import sys
 import time
 import traceback
+from typing import Final
 
 from tests.sim.run import Result, simulate
 from tests.sim.trace import TAIL_LINES, Violation
+
+#: New objects between two collections.
+GC_YOUNG: Final = 20_000
 
 
 def main() -> int:
@@ -25,6 +29,7 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="print the whole trace")
     options = parser.parse_args()
     gc.freeze()  # no collection looks at what is imported: a tenth of a seed's time
+    gc.set_threshold(GC_YOUNG)  # another tenth
     if options.seed is not None:
         return _replay(options.seed, faults=not options.no_faults, verbose=options.verbose)
     return _batch(range(options.start, options.start + options.seeds), faults=not options.no_faults)

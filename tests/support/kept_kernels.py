@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import time
+import zlib
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +22,8 @@ from kernels.cuda import jit
 #: Bounds: days since a file was made, and bytes of all files. A run of the suite makes some 30 MB.
 KEPT_DAYS: Final = 14
 KEPT_BYTES: Final = 256 << 20
+#: Locks: kernels under different ones are compiled at the same time.
+LOCKS: Final = 64
 
 
 @cache
@@ -34,7 +37,8 @@ def folder() -> Path:
 
 def kept(name: str, key: str, compile_it: Callable[[], jit.Compiled]) -> jit.Compiled:
     """Return what `compile_it` gave under `key`, in any run. Of processes that ask at once one compiles."""
-    with (folder() / f"{name}.lock").open("w") as lock:
+    number = zlib.crc32(key.encode()) % LOCKS
+    with (folder() / f"{number}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return jit.cached(folder() / f"{name}-{key}", compile_it)
 

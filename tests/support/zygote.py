@@ -39,6 +39,7 @@ from tests import ROOT
 
 #: What runs in processes that are forked, as any worker does, unless it is an HTTP front.
 MODULES: Final = (
+    "benchmarks.serve",
     "hisparse.cli",
     "hisparse.ray.supervisor",
     "tests.support.group_rig",
@@ -52,8 +53,8 @@ XDIST: Final = "tests.support.xdist_process"
 COLLECT: Final = "collect"
 WORKER: Final = "worker"
 FRONT: Final = "http"
-#: Commands that start a cluster, and a module that does.
-STARTERS: Final = frozenset({"up", "demo", "hisparse.ray.supervisor"})
+#: Commands that start a cluster, and modules that do.
+STARTERS: Final = frozenset({"up", "demo", "hisparse.ray.supervisor", "benchmarks.serve"})
 #: prctl(2): whether orphans among the descendants become children of this process.
 PR_SET_CHILD_SUBREAPER: Final = 36
 MODULE: Final = "-m"

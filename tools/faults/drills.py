@@ -21,7 +21,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import urllib.request
@@ -41,6 +40,7 @@ from protocol.errors import HiSparseError, WrongState
 from protocol.messages import Sampling
 from protocol.units import PAGE_TOKENS
 from tests import ROOT
+from tests.support import zygote
 from tests.support.planted import PLANTED_WHILE, SLOW_S, SLOW_UNIT_S
 from tests.support.ports import free_ports
 from tests.support.process_rig import Place, Process
@@ -121,7 +121,7 @@ class Drilled(Place):
         log = self.path / f"{subcommand}.log"
         with log.open("wb") as file:
             command = [sys.executable, *program, subcommand, *flags]
-            return Process(subprocess.Popen(command, cwd=ROOT, env=os.environ | environ, stderr=file), log)
+            return Process(zygote.start(command, cwd=ROOT, env=os.environ | environ, stderr=file), log)
 
     @property
     def trigger(self) -> Path:

@@ -16,7 +16,7 @@ from protocol.sizing import RESIDENT, Length
 from tests.coordinator.policy.test_policy import is_running, run_to_end, run_until, state
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.fake_cluster import FakeCluster, capacity
-from tests.support.history import first_parent_commits
+from tests.support.history import first_parent_commits, in_turn
 from tests.support.worker_rig import SETTINGS, Rig
 from worker.device import sizing
 from worker.loop.batch import Status
@@ -224,11 +224,17 @@ class TwoWorkers:
         self.second.check_end()
 
 
-@pytest.mark.parametrize("prompt", [1, 63, 64, 65, 100, 190, 320])
-@pytest.mark.parametrize("hot_slots", [RESIDENT, 64, 192])
+PROMPTS = (1, 63, 64, 65, 100, 190, 320)
+HOT_SLOTS = (RESIDENT, 64, 192)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hot_slots"),
+    [(prompt, in_turn(HOT_SLOTS[place % 3 :] + HOT_SLOTS[: place % 3])) for place, prompt in enumerate(PROMPTS)],
+)
 def test_prefill_and_decode_workers_give_the_oracle_tokens(prompt: int, hot_slots: int) -> None:
-    """The oracle's tokens for every hot size, in an order of streams of this commit; and the second worker stages not a
-    byte."""
+    """The oracle's tokens, in an order of streams of this commit; and the second worker stages not a byte. Each prompt
+    meets another hot size with each commit."""
     two = TwoWorkers(2 * (first_parent_commits() or 0))
     life = two.prefill(prompt, 70)
     two.decode(life, hot_slots)

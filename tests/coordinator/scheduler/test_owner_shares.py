@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from basics.request_states import TERMINAL, State
 from basics.shares import SHARE, check_share
@@ -19,8 +20,6 @@ from tests.support.scheduler_rig import AHEAD_TOKENS, SchedulerRig, open_rig
 #: Many more than fit the arena of the rig (2^18 places) with room for all they may generate.
 MAX_TOKENS = 7_000
 REQUESTS = 50
-
-pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 
 async def abort_all(rig: SchedulerRig, request_ids: list[str]) -> None:
@@ -47,7 +46,7 @@ async def refusal(rig: SchedulerRig, *, hold: bool = False) -> str:
     raise AssertionError("never refused")
 
 
-async def test_tiny_requests_of_large_max_tokens_shut_no_owner_out() -> None:
+async def test_tiny_requests_of_large_max_tokens_shut_no_owner_out(autojump_clock: MockClock) -> None:
     """Requests of one owner that are aborted before their first token hold next to nothing."""
     settings = CoordinatorSettings(grant_ahead_tokens=AHEAD_TOKENS, live_requests_max=128, prefix_reuse="off")
     async with open_rig(settings=settings, host_pages=400) as rig:
@@ -63,7 +62,7 @@ async def test_tiny_requests_of_large_max_tokens_shut_no_owner_out() -> None:
         rig.check()
 
 
-async def test_what_ended_requests_hold_is_small_after_a_restart_too() -> None:
+async def test_what_ended_requests_hold_is_small_after_a_restart_too(autojump_clock: MockClock) -> None:
     settings = CoordinatorSettings(grant_ahead_tokens=AHEAD_TOKENS, live_requests_max=64, prefix_reuse="off")
     async with Life.over(settings=settings) as life:
         life.host_pages = 400
@@ -82,7 +81,7 @@ async def test_what_ended_requests_hold_is_small_after_a_restart_too() -> None:
         life.token_log.check_invariants()
 
 
-async def test_requests_in_a_full_arena_wait_and_lose_no_token() -> None:
+async def test_requests_in_a_full_arena_wait_and_lose_no_token(autojump_clock: MockClock) -> None:
     """Five outputs of up to 1,024 places among 4,096: some leave their worker until others have been forgotten."""
     settings = CoordinatorSettings(
         grant_ahead_tokens=AHEAD_TOKENS, live_requests_max=64, ended_keep_s=5.0, prefix_reuse="off"
@@ -107,7 +106,7 @@ async def test_requests_in_a_full_arena_wait_and_lose_no_token() -> None:
         assert "output_room" in waited
 
 
-async def test_running_outputs_of_one_owner_leave_another_its_share_at_once() -> None:
+async def test_running_outputs_of_one_owner_leave_another_its_share_at_once(autojump_clock: MockClock) -> None:
     """Twelve long outputs of one owner would take 12,288 of 8,192 places. Another owner submits when they have stopped
     growing: its requests are accepted and end while the first owner's wait, and these end in their turn."""
     settings = CoordinatorSettings(
@@ -142,7 +141,7 @@ async def test_running_outputs_of_one_owner_leave_another_its_share_at_once() ->
         assert ended == dict.fromkeys(hostile, ("FINISHED", 600)) | dict.fromkeys(others, ("FINISHED", 100))
 
 
-async def test_outputs_of_an_owner_end_while_an_operator_holds_the_first_of_them() -> None:
+async def test_outputs_of_an_owner_end_while_an_operator_holds_the_first_of_them(autojump_clock: MockClock) -> None:
     """Fourteen long outputs of one owner, beyond its share of 8,192 places; the one that has room for all that it may
     generate is held. The others end, one after the other, and so does it once it is resumed."""
     settings = CoordinatorSettings(
@@ -180,7 +179,7 @@ async def test_outputs_of_an_owner_end_while_an_operator_holds_the_first_of_them
         assert ended == dict.fromkeys(names, ("FINISHED", 600))
 
 
-async def test_an_owner_at_its_share_of_requests_is_refused_and_another_is_served() -> None:
+async def test_an_owner_at_its_share_of_requests_is_refused_and_another_is_served(autojump_clock: MockClock) -> None:
     settings = CoordinatorSettings(live_requests_max=64, queue_max=32, prefix_reuse="off")
     async with open_rig(settings=settings) as rig:
         await rig.add_worker("w0", seats=1)
@@ -194,7 +193,7 @@ async def test_an_owner_at_its_share_of_requests_is_refused_and_another_is_serve
         rig.check()
 
 
-async def test_the_owner_of_most_ended_requests_gives_up_its_oldest() -> None:
+async def test_the_owner_of_most_ended_requests_gives_up_its_oldest(autojump_clock: MockClock) -> None:
     settings = CoordinatorSettings(live_requests_max=64, ended_keep_max=2, prefix_reuse="off")
     async with open_rig(settings=settings) as rig:
         await rig.add_worker("w0")

@@ -15,6 +15,7 @@ import worker.oracle
 from protocol.settings import WorkerSettings
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.fakes.coordinator import Life
+from tests.support.history import in_turn
 from tests.support.oracle_rig import run_oracle
 from tests.support.pairwise import pairwise
 from tests.support.worker_rig import Logits, Rig
@@ -135,7 +136,7 @@ def resident(path: Path) -> tuple[list[list[int]], Logits, int]:
     return run(path, (0, 0, 0))
 
 
-@pytest.mark.parametrize("sizes", [(64, 64, 64), (128, 128, 128), (256, 256, 256), (128, 0, 64)], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (256, 256, 256), (128, 0, 64)], ids=str)
 def test_hot_sizes_change_no_token_or_bit(checkpoint: Path, sizes: tuple[int, ...]) -> None:
     tokens, logits, misses = run(checkpoint, sizes)
     assert misses > 0
@@ -170,8 +171,9 @@ def test_shared_prefix_changes_no_bit(checkpoint: Path, chunks: int, hot_slots: 
     assert torch.equal(rig.host[shared], before)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_tokens_ignore_streams_and_operators(checkpoint: Path, seed: int) -> None:
+def test_tokens_ignore_streams_and_operators(checkpoint: Path) -> None:
+    """In an order of this commit."""
+    seed = in_turn(range(8))
     tokens, logits = run_moved_about(checkpoint, make_streams("simulated", seed))
     assert tokens == resident(checkpoint)[0]
     assert all(torch.equal(values, resident(checkpoint)[1][step]) for step, values in logits.items())
