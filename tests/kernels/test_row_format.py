@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.row_bytes import KINDS
 from kernels.row_format import (
     E2M1,
     RowFormat,
     index_key_format,
-    index_key_format_of,
     kv_row_format,
     kv_row_format_of,
     latent_exponent,
@@ -136,13 +134,6 @@ def test_largest_latents_fit_behind_the_exponent() -> None:
         assert math.ldexp(most, -exponent) <= 6 * 448
         assert math.ldexp(most, 1 - exponent) > 6 * 448
     assert latent_exponent(torch.zeros(4)) == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_format_is_found_by_its_bytes(kind: str) -> None:
-    assert kv_row_format_of(kv_row_format(kind, 512, 64).row_bytes, 512, 64).kind == kind
-    assert index_key_format_of(index_key_format(kind, 128).row_bytes, 128).kind == kind
-    assert kv_row_format("fp4", 128, 32).row_bytes == 104
 
 
 def test_dimensions_that_do_not_divide_are_refused_by_name() -> None:
