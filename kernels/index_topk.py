@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.backend import backend
 from kernels.check import Sizes, check_number
+from kernels.row_bytes import FP4_KEY_GROUP
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
 from protocol.errors import BadInput
@@ -42,8 +43,8 @@ def index_topk(
     """Top-k positions of each real row into `topk_out` int32[B, k]; every entry is written, padding is -1.
 
     `queries` float32|bfloat16[B, H, D], `weights` float32[B, H], `scale` above 0. Keys of `index_row_bytes`
-    D * itemsize are in the queries' dtype, of D + 4 in fp8. A row whose context is not wholly granted gives -1 and
-    counts Tripwire.UNGRANTED. Never waits for the device. Raises BadInput before any change.
+    D * itemsize are in the queries' dtype, others quantised (kernels/row_format.py). A row whose context is not wholly
+    granted gives -1 and counts Tripwire.UNGRANTED. Never waits for the device. Raises BadInput before any change.
     """
     check_number("group", group, state.geometry.groups)
     sizes = Sizes()
@@ -73,13 +74,15 @@ def index_key_format(state: DeviceState, dim: int, dtype: torch.dtype) -> RowFor
     kind = f"{dtype}".removeprefix("torch.")
     if dtype not in QUERY_DTYPES:
         raise BadInput("no such queries", field="dtype", value=kind, remedy="use float32 or bfloat16")
-    plain, fp8 = RowFormat(kind, dim, 0, dim), RowFormat("fp8", dim, 0, dim)
-    for form in (plain, fp8):
+    forms = [RowFormat(kind, dim, 0, dim), RowFormat("fp8", dim, 0, dim)]
+    if dim % FP4_KEY_GROUP == 0:
+        forms.append(RowFormat("fp4", dim, 0, FP4_KEY_GROUP))
+    for form in forms:
         if form.row_bytes == state.geometry.index_row_bytes:
             return form
     raise BadInput(
-        f"index keys of {state.geometry.index_row_bytes} bytes hold {dim} values neither in {kind} nor in fp8",
+        f"index keys of {state.geometry.index_row_bytes} bytes hold {dim} values in no format",
         field="queries",
         value=f"{kind}[..., {dim}]",
-        remedy=f"{plain.row_bytes} bytes ({kind}) or {fp8.row_bytes} (fp8 and a scale) fit these queries",
+        remedy=f"{', '.join(f'{form.row_bytes} bytes ({form.kind})' for form in forms)} fit these queries",
     )

@@ -40,7 +40,8 @@ SPEAKERS: Final = ("client", "admin")
 STREAM_BACKENDS: Final = ("inline", "simulated", "cuda")
 DTYPES: Final = ("auto", "float32", "bfloat16")
 TRANSFER_ENGINES: Final = ("", "shared", "nixl", "mooncake")
-KV_DTYPES: Final = (*DTYPES, "fp8")
+FP4: Final = "fp4"
+KV_DTYPES: Final = (*DTYPES, "fp8", FP4)
 PREFIX_REUSE: Final = ("off", "own", "all")
 HOT_FLOORS: Final = (AUTO_FLOOR, "smallest")
 KV_EVENT_ARRAYS: Final = "array"
@@ -236,7 +237,16 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
         "set an address of this node, as in tcp://10.0.0.2:0",
     )
     yield _one_of("worker.dtype", worker.dtype, DTYPES)
-    yield _one_of("worker.kv_dtype", worker.kv_dtype, KV_DTYPES)
+    for name in ("kv_dtype", "row_dtype", "index_dtype"):
+        kind = getattr(worker, name)
+        yield _one_of(f"worker.{name}", kind, KV_DTYPES)
+        yield SettingCheck(
+            kind != FP4 or worker.device == "cpu",
+            f"worker.{name}",
+            kind,
+            "no kernel of a GPU reads rows or index keys of 4 bits",
+            "use fp8: a CPU alone serves them",
+        )
     yield _one_of("worker.matmul", worker.matmul, MATMULS)
     yield SettingCheck(
         worker.matmul != W8A8 or worker.device != "cpu",

@@ -98,7 +98,9 @@ class WorkerSettings(Settings, frozen=True):
     served_model_name: str = ""  # model id for clients; default: the name of its directory
     device: str = "cpu"  # cpu, cuda or cuda:N
     dtype: str = "auto"  # type of the model: auto (the checkpoint's), float32 or bfloat16
-    kv_dtype: str = "auto"  # type of KV rows and index keys: auto (as dtype), float32, bfloat16 or fp8
+    kv_dtype: str = "auto"  # type of KV rows and index keys: auto (as dtype), float32, bfloat16, fp8; fp4 on a CPU
+    row_dtype: str = "auto"  # type of KV rows alone; auto: as kv_dtype
+    index_dtype: str = "auto"  # type of index keys alone; auto: as kv_dtype
     matmul: str = (
         "auto"  # FP8 products on a GPU: weight_only (exact), w8a8 (activations in FP8 too), auto (w8a8 if it can)
     )

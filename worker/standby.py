@@ -50,7 +50,7 @@ from protocol.start_step import STANDBY, tell_step
 from worker.device.gpu_memory import cuda_device, let_segments_grow
 from worker.pool.host_pool import MappedPool
 from worker.pool.start import attach_pool
-from worker.runners.checkpoint import fingerprint, geometry_of, kv_kind, library_refusals, read_dimensions
+from worker.runners.checkpoint import fingerprint, geometry_of, kinds_of, library_refusals, read_dimensions
 from worker.weights.model import empty_model
 from worker.weights.safetensors_header import FIELD
 
@@ -78,7 +78,7 @@ def stand_by(config: Config, halted: threading.Event) -> MappedPool | None:
         _make_context(cuda_device(settings.device))
         _import_launchers()
     dimensions = read_dimensions(settings.model)
-    geometry = geometry_of(dimensions, kv_kind(dimensions, settings), draft_layer=settings.draft_tokens_max > 0)
+    geometry = geometry_of(dimensions, kinds_of(dimensions, settings), draft_layer=settings.draft_tokens_max > 0)
     pool = attach_pool(config, geometry, fingerprint(settings.model), halted)
     log.info("ready to take over", extra=fields(seconds=round(time.monotonic() - began, 2), has_pool=pool is not None))
     tell_step(STANDBY)

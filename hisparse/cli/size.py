@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from hisparse.console.table import Column
     from kernels.layout import Geometry
+    from kernels.row_bytes import KvKinds
     from protocol.settings import WorkerSettings
     from worker.device.capacity import Choice, MemoryPlan
     from worker.loop.reuse import TraceMisses
@@ -88,7 +89,7 @@ FLAGS: Final = {
 @click.option(
     "--group-size", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share one copy of the model."
 )
-@click.option("--kv-dtype", metavar="KIND", help="Rows and index keys: float32, bfloat16, fp8; default: the model's.")
+@click.option("--kv-dtype", metavar="KIND", help="Rows and keys: float32, bfloat16, fp8, fp4; default: the model's.")
 @click.option("--hot-size-classes", metavar="SLOTS,...", help="Hot-buffer sizes to compare.")
 @click.option("--role", type=click.Choice(["both", "decode"]), help="decode: other workers compute prompts.")
 @click.option("--seats", type=click.IntRange(1), help="Requests in one decode batch at most; default: as many as fit.")
@@ -151,15 +152,15 @@ def size(
             ExpertShare.of(0, group_size, dimensions.n_routed_experts)
         gpu_bytes = parse_size(whole, "--gpu-mem", takes_auto=True) if whole else 0
         try:
-            found, kind, held = size_node(path, dimensions, flags, context, whole, group_size, workers)
+            found, kinds, held = size_node(path, dimensions, flags, context, whole, group_size, workers)
         except ConfigError as error:
             if error.field == "--gpu-mem":  # of weights: the text itself was fit
                 error.remedy = _remedy(path, dimensions, gpu_bytes, load_config(None, flags).worker)
             raise
-    geometry = geometry_of(dimensions, kind, draft_layer=found.settings.draft_tokens_max > 0)
+    geometry = geometry_of(dimensions, kinds, draft_layer=found.settings.draft_tokens_max > 0)
     traced = _read_trace(trace, geometry, found) if trace is not None else None
     if output == "table":
-        _print(found, dimensions.model_type, kind, held, group_size, traced)
+        _print(found, dimensions.model_type, kinds, held, group_size, traced)
     else:
         about = {
             "settings": _chosen(found.settings),
@@ -178,7 +179,7 @@ class NodeSizes(NamedTuple):
     """A plan, what its KV is kept in, and what a GPU holds beside KV (None: its KV budget was given)."""
 
     plan: MemoryPlan
-    kind: str
+    kinds: KvKinds
     held: RankBytes | None
 
 
@@ -215,19 +216,20 @@ def size_node(
     from msgspec.structs import replace
 
     from worker.device.capacity import plan
-    from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kind
+    from worker.runners.checkpoint import anonymous_info, geometry_of, kinds_of
 
     held: RankBytes | None = None
     flags = dict(flags)
     if gpu_mem:
+        load_config(None, flags | {"worker.device": CUDA})  # refuses what a CPU alone serves
         flags["worker.device_mem"], held = _budget(path, dimensions, group_size, gpu_mem, flags)
     settings = load_config(None, flags).worker
-    kind = kv_kind(dimensions, settings)
+    kinds = kinds_of(dimensions, settings)
     info = anonymous_info(dimensions, dimensions.model_type)
     _require_context(context, info.context_max_tokens)
-    geometry = geometry_of(dimensions, kind, draft_layer=settings.draft_tokens_max > 0)
+    geometry = geometry_of(dimensions, kinds, draft_layer=settings.draft_tokens_max > 0)
     found = plan(replace(settings, group_size=group_size), geometry, info, context, workers)
-    return NodeSizes(found, kind, held)
+    return NodeSizes(found, kinds, held)
 
 
 @dataclass(frozen=True)
@@ -388,13 +390,13 @@ def _chosen(settings: WorkerSettings) -> dict[str, object]:
 
 
 def _print(
-    plan: MemoryPlan, model: str, kind: str, held: RankBytes | None, group_size: int, traced: _Traced | None
+    plan: MemoryPlan, model: str, kinds: KvKinds, held: RankBytes | None, group_size: int, traced: _Traced | None
 ) -> None:
     from hisparse.console.output import print_table, size_text, write_line
     from hisparse.console.table import Column
     from worker.device.sizing import STANDBY_DEVICE_BYTES, STANDBY_HOST_BYTES
 
-    for line in _lines(plan, model, kind):
+    for line in _lines(plan, model, kinds):
         write_line(line)
     if held is not None:
         parts = ", ".join(f"{size_text(size)} {name}" for name, size in held.weights.items())
@@ -451,12 +453,12 @@ def _trace_line(traced: _Traced, plan: MemoryPlan) -> str:
     )
 
 
-def _lines(plan: MemoryPlan, model: str, kind: str) -> Iterator[str]:
+def _lines(plan: MemoryPlan, model: str, kinds: KvKinds) -> Iterator[str]:
     from hisparse.console.output import size_text
 
     each = f", {plan.requests_by_host // plan.workers} for each of {plan.workers} workers" if plan.workers > 1 else ""
     yield f"{model}: {plan.layers} layers, {plan.index_groups} index groups, top-k {plan.topk}"
-    yield f"  row             {plan.row_bytes} bytes in {kind}, index key {plan.index_row_bytes}"
+    yield f"  row             {plan.row_bytes} bytes in {kinds}, index key {plan.index_row_bytes}"
     yield f"A request of {plan.context_tokens} tokens:"
     yield (
         f"  host memory     {plan.host_bytes_per_token} bytes per token, "

@@ -32,6 +32,7 @@ from kernels.cuda.triton_units import triton_unit
 from kernels.row_bytes import KINDS
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState
+from protocol.errors import BadInput
 
 MMA_MIN: Final = 16  # smallest side of a matrix product in Triton
 SPLITS_MAX: Final = 64
@@ -105,6 +106,7 @@ def attend_rows(
 ) -> None:
     """As kernels.attention.attend_rows, unchecked. `blocks` and `splits` override the choices made here."""
     form = row_format(state, queries, out)
+    _require_kernel(form)
     batch, heads, _ = out.shape
     wide = is_wide(form, queries.dtype)
     capability = torch.cuda.get_device_capability(out.device)
@@ -247,6 +249,11 @@ def prepare_attention(state: DeviceState, heads: int, form: RowFormat, dtype: to
             most = CLUSTER_MAX if blocks == HOPPER_BLOCKS else SPLITS_MAX
             for power in range(most.bit_length()):
                 attend_rows(state, 0, queries, nothing, 1.0, out, logits, blocks=blocks, splits=1 << power)
+
+
+def _require_kernel(form: RowFormat) -> None:
+    if form.kind == "fp4":
+        raise BadInput("no kernel reads such rows", field="rows", value=form.kind, remedy="keep them in fp8")
 
 
 def is_wide(form: RowFormat, queries: torch.dtype) -> bool:

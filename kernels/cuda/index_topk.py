@@ -243,6 +243,7 @@ def indexer_of(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:
     """Raises BadInput for one that no kernel is written for."""
     dim = keys.scaled
     _require(1 <= heads <= HEADS_MAX, "queries", f"{heads} heads", f"use 1 to {HEADS_MAX} heads")
+    _require(keys.kind != "fp4", "index keys", keys.kind, "keep them in fp8")
     fits = dim % DIM_STEP == 0 and DIM_STEP <= dim <= DIM_MAX
     _require(fits, "queries", f"{dim} dimensions", f"use a multiple of {DIM_STEP} up to {DIM_MAX}")
     return Indexer(heads, dim, queries.itemsize, 1 if keys.kind == "fp8" else queries.itemsize)

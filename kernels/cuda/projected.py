@@ -36,7 +36,7 @@ def can_join(form: RowFormat, cos: Tensor) -> bool:
     """Return whether these kernels form rows of `form` with the angles `cos` [..., d]: on a GPU, one that converts to
     e4m3 where rows are in fp8, d a power of two."""
     size = cos.shape[-1]
-    if not cos.is_cuda or size < 2 or size & (size - 1):
+    if not cos.is_cuda or size < 2 or size & (size - 1) or form.kind == "fp4":
         return False
     return form.kind != "fp8" or torch.cuda.get_device_capability(cos.device) >= FP8_SINCE
 

@@ -156,7 +156,7 @@ def test_unfit_queries_are_named() -> None:
     rig, _ = rig_with_keys([10])
     queries, weights = queries_for(1)
     out = torch.zeros(4, 7, dtype=torch.int32)
-    with pytest.raises(BadInput, match=r"queries=bfloat16\[..., 4\]: index keys of 16 bytes hold 4 values neither"):
+    with pytest.raises(BadInput, match=r"queries=bfloat16\[..., 4\]: index keys of 16 bytes hold 4 values in no"):
         index_topk(rig.state, 1, queries.bfloat16(), weights, rig.batch, SCALE, out)
     with pytest.raises(BadInput, match="queries=float16"):
         index_topk(rig.state, 1, queries.half(), weights, rig.batch, SCALE, out)

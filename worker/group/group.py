@@ -29,7 +29,7 @@ NO_TIMEOUT: Final = timedelta(days=3_650)
 ABORT_LIMIT_S: Final = 5.0
 #: Settings of a worker that must be equal on all ranks: rounds, graphs and results depend on them.
 SHARED: Final = (
-    *("dtype", "kv_dtype", "matmul", "graphs", "seats", "pass_tokens", "split_tokens"),
+    *("dtype", "kv_dtype", "row_dtype", "index_dtype", "matmul", "graphs", "seats", "pass_tokens", "split_tokens"),
     *("context_max_tokens", "lookahead_steps", "draft_tokens", "deterministic", "role"),
 )
 

@@ -70,10 +70,12 @@ class Rope:
 
 
 class Forms(NamedTuple):
-    """Formats of KV rows and index keys."""
+    """Formats of a layer's KV rows and index keys."""
 
     rows: RowFormat
     keys: RowFormat
+    #: What latents are multiplied by before they are kept, a power of two (kernels.row_format.latent_exponent).
+    latent_scale: float = 1.0
 
 
 class Compressed(NamedTuple):
@@ -118,13 +120,14 @@ class IndexProjected:
 
 @dataclass(frozen=True)
 class Absorbed:
-    """The halves of one layer's kv_b_proj, for use on latents."""
+    """The halves of one layer's kv_b_proj, for use on latents as they are kept."""
 
     key: Tensor  # [H, n, r]
     value: Tensor  # [H, r, v]
+    latent_scale: float  # that of Forms: products are divided by it
 
     @classmethod
-    def of(cls, attention: Module, name: str, memory: WeightMemory) -> Absorbed:
+    def of(cls, attention: Module, name: str, memory: WeightMemory, latent_scale: float) -> Absorbed:
         """The halves of the attention module `name`, in `memory`."""
         weight = attention.kv_b_proj.weight.view(attention.num_heads, -1, attention.kv_lora_rank)
         key, value = torch.split(weight, [attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
@@ -133,7 +136,7 @@ class Absorbed:
             halves.append(memory.empty(f"{name}.absorbed_{half}", tuple(values.shape), values.dtype))
             if not memory.is_filled:
                 halves[-1].copy_(values.detach())
-        return cls(*halves)
+        return cls(halves[0], halves[1], latent_scale)
 
 
 def normed(norm: Module, values: Tensor) -> Tensor:
@@ -258,7 +261,8 @@ def _rows(
     latent, key = down.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
     key = key.unsqueeze(1)
     turned, key = rope(key if queries is None else queries, key, cos, sin)
-    return encode(forms.rows, torch.cat((normed(attention.kv_a_layernorm, latent), key.squeeze(1)), dim=-1)), turned
+    latent = _scaled(normed(attention.kv_a_layernorm, latent), forms.latent_scale)
+    return encode(forms.rows, torch.cat((latent, key.squeeze(1)), dim=-1)), turned
 
 
 def _join_rows(
@@ -318,7 +322,7 @@ def project_index(
     keys = keys.squeeze(2)
     if rotation is not None:
         queries, keys = F.linear(queries, rotation), F.linear(keys, rotation)
-    kept = queries if forms.keys.kind == "fp8" else queries.to(forms.keys.dtype)  # index_topk wants them as keys are
+    kept = queries if forms.keys.is_quantised else queries.to(forms.keys.dtype)  # index_topk wants them as keys are
     return IndexProjected(kept, encode(forms.keys, keys), weights.float() * scale)
 
 
@@ -371,6 +375,10 @@ def _join_index(
     return found.unflatten(0, down.shape[:2]), keys, weights.unflatten(0, down.shape[:2])
 
 
+def _scaled(values: Tensor, scale: float) -> Tensor:
+    return values if scale == 1.0 else values * scale
+
+
 def _bytes(values: Tensor, form: RowFormat) -> Tensor:
     """Memory for encoded rows of `values` [N, S, ...]."""
     return torch.empty(*values.shape[:-1], form.row_bytes, dtype=torch.uint8, device=values.device)
@@ -382,7 +390,8 @@ def absorb_queries(absorbed: Absorbed, projected: Projected) -> Tensor:
     if whole is None:
         rope = projected.query_rope.transpose(1, 2).flatten(0, 1)
         if not nope.is_cuda:
-            return torch.cat((torch.bmm(nope, absorbed.key).transpose(0, 1), rope), dim=-1)
+            products = _scaled(torch.bmm(nope, absorbed.key), 1 / absorbed.latent_scale)
+            return torch.cat((products.transpose(0, 1), rope), dim=-1)
         whole = nope.new_empty(*rope.shape[:2], latent + rope.shape[2])
         whole[..., latent:] = rope
     torch.bmm(nope, absorbed.key, out=whole[..., :latent].transpose(0, 1))
@@ -392,7 +401,8 @@ def absorb_queries(absorbed: Absorbed, projected: Projected) -> Tensor:
 def expand_values(absorbed: Absorbed, latents: Tensor) -> Tensor:
     """Attention output [B, H * v] of attended latents [B, H, r]."""
     if not latents.is_cuda:
-        return torch.bmm(latents.transpose(0, 1), absorbed.value).transpose(0, 1).flatten(1)
+        values = torch.bmm(latents.transpose(0, 1), absorbed.value)
+        return _scaled(values, 1 / absorbed.latent_scale).transpose(0, 1).flatten(1)
     values = latents.new_empty(*latents.shape[:2], absorbed.value.shape[2])
     torch.bmm(latents.transpose(0, 1), absorbed.value, out=values.transpose(0, 1))
     return values.flatten(1)
@@ -455,10 +465,13 @@ def _index_scores(queries: Tensor, weights: Tensor, keys: Tensor, scale: float) 
     return torch.bmm(weights.unsqueeze(1), per_head.view(*weights.shape, -1)).squeeze(1)
 
 
-def attend_prompt(attention: Module, projected: Projected, rows: Tensor, mask: Tensor) -> Tensor:
-    """Attention output [1, S, H * v] of one request's queries over its `rows` [T, r + d] under `mask` bool[S, T]."""
+def attend_prompt(
+    attention: Module, projected: Projected, rows: Tensor, mask: Tensor, latent_scale: float = 1.0
+) -> Tensor:
+    """Attention output [1, S, H * v] of one request's queries over its `rows` [T, r + d] under `mask` bool[S, T]. Their
+    latents are multiplied by `latent_scale`."""
     latent, rotary = torch.split(rows[None, None], [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
-    keys, values = attention.expand_kv(latent, rotary)
+    keys, values = attention.expand_kv(_scaled(latent, 1 / latent_scale), rotary)
     queries = torch.cat((projected.query_nope, projected.query_rope), dim=-1)
     output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[None, None], scale=attention.scaling)
     return output.transpose(1, 2).flatten(2)

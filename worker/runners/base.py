@@ -37,6 +37,7 @@ from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS
 from worker.device.passes import PassUnit
 from worker.device.step_rows import DETERMINISTIC_BLOCK_TOKENS
 from worker.runners.adjust import Adjust
+from worker.runners.checkpoint import kv_kinds
 from worker.runners.logits import AdjustTables
 from worker.weights.matmul import Matmul
 
@@ -72,9 +73,10 @@ def arithmetic(settings: WorkerSettings, matmul: Matmul) -> str:
     if not settings.deterministic:
         return matmul.name if matmul.quantizes_rows else ""
     on_gpu = settings.device.startswith("cuda")
+    kept = kv_kinds(settings.dtype, settings.kv_dtype, settings.row_dtype, settings.index_dtype)
     kind = torch.cuda.get_device_name(settings.device) if on_gpu else settings.device
     # the words are those of the protocol version before, where rows have the same bits: both serve one node meanwhile
-    queries = ", prompts by fp8 queries" if on_gpu and settings.kv_dtype == "fp8" else ""
+    queries = ", prompts by fp8 queries" if on_gpu and kept.keys == "fp8" else ""
     return f"chunks of {prompt_block_tokens(settings)} tokens, {matmul.name}, {kind}{queries}"
 
 

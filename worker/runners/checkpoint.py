@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from kernels.layout import Geometry
-from kernels.row_bytes import index_key_shape, kv_row_shape
+from kernels.row_bytes import KvKinds, index_key_shape, kv_row_shape
 from protocol.byte_sizes import AUTO
 from protocol.errors import ConfigError, HiSparseError
 from protocol.messages import EOS_IDS_MAX, ModelInfo
@@ -79,10 +79,16 @@ def read_dimensions(path: str | Path) -> Any:
     return SimpleNamespace(**config)
 
 
-def kv_kind(dimensions: Any, settings: WorkerSettings) -> str:
-    """What a worker of these settings would keep KV in (kernels.row_bytes.KINDS): by default as the weights are."""
-    chosen = settings.kv_dtype if settings.kv_dtype != AUTO else settings.dtype
-    return stored_dtype(dimensions) if chosen == AUTO else chosen
+def kinds_of(dimensions: Any, settings: WorkerSettings) -> KvKinds:
+    """Return the kinds that a worker of these settings would keep KV in: by default that of the weights."""
+    model = stored_dtype(dimensions) if settings.dtype == AUTO else settings.dtype
+    return kv_kinds(model, settings.kv_dtype, settings.row_dtype, settings.index_dtype)
+
+
+def kv_kinds(model: str, kv_dtype: str, row_dtype: str = AUTO, index_dtype: str = AUTO) -> KvKinds:
+    """Return the kinds that these settings say, of a model that is computed in the dtype `model`."""
+    both = model if kv_dtype == AUTO else kv_dtype
+    return KvKinds(*(both if kind == AUTO else kind for kind in (row_dtype, index_dtype)))
 
 
 def stored_dtype(dimensions: Any) -> str:
@@ -126,23 +132,25 @@ def describe_model(path: str | Path, config: Any, tokenizer: TokenizerFile) -> M
     )
 
 
-def geometry_of(config: Any, kv_dtype: str, *, draft_layer: bool = False) -> Geometry:
-    """Rows and index groups of a model whose KV is kept in `kv_dtype` (kernels.row_bytes.KINDS). `draft_layer`: with
-    those of the draft layer, the last layer, in a group of its own.
+def geometry_of(config: Any, kinds: KvKinds | str, *, draft_layer: bool = False) -> Geometry:
+    """Rows and index groups of a model whose KV is kept in `kinds` (kernels.row_bytes.KINDS; one for both).
+    `draft_layer`: with those of the draft layer, the last layer, in a group of its own.
 
     Raises ConfigError when rows do not fit it, when the first layer has no indexer to share, or when the model has no
     draft layer.
     """
-    kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
-    if kinds[0] != "full":
+    if isinstance(kinds, str):
+        kinds = KvKinds(kinds, kinds)
+    sharing = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+    if sharing[0] != "full":
         raise ConfigError(
             "the first layer has no selection to share",
             field="indexer_types",
-            value=kinds,
+            value=sharing,
             remedy="start with a full layer",
         )
     groups, group = [], -1
-    for kind in kinds[: config.num_hidden_layers]:
+    for kind in sharing[: config.num_hidden_layers]:
         group += kind == "full"
         groups.append(group)
     if draft_layer:
@@ -150,9 +158,9 @@ def geometry_of(config: Any, kv_dtype: str, *, draft_layer: bool = False) -> Geo
         groups.append(group + 1)
     return Geometry(
         layers=len(groups),
-        row_bytes=kv_row_shape(kv_dtype, config.kv_lora_rank, config.qk_rope_head_dim).row_bytes,
+        row_bytes=kv_row_shape(kinds.rows, config.kv_lora_rank, config.qk_rope_head_dim).row_bytes,
         group_of_layer=tuple(groups),
-        index_row_bytes=index_key_shape(kv_dtype, config.index_head_dim).row_bytes,
+        index_row_bytes=index_key_shape(kinds.keys, config.index_head_dim).row_bytes,
         topk=config.index_topk,
     )
 

@@ -6,9 +6,9 @@ and on a GPU what lies between products, which is one launch there instead of ma
 (kernels/cuda/projected.py), sums and norms (kernels/cuda/pointwise.py), what a router makes of its logits
 (kernels/routing.py).
 
-Index keys in fp8 are rotated first, and queries with them, by a Hadamard matrix: scores stay what they are but for
-rounding, and one scale fits all values of a key. DeepSeek's own code does so; the model library, which keeps bfloat16,
-does not.
+Index keys in fp8 and fp4 are rotated first, and queries with them, by a Hadamard matrix: scores stay what they are but
+for rounding, and one scale fits all values of a key. DeepSeek's own code does so; the model library, which keeps
+bfloat16, does not.
 
 Deterministic mode promises that a row's result does not depend on its neighbours nor on its place in a batch of a fixed
 size. Measured on AVX-512 with one thread, fp32: `F.linear` and `bmm` over heads keep rows apart at every size tried;
@@ -35,7 +35,7 @@ from torch import Tensor
 from kernels.attention import attend_rows
 from kernels.expert_choice import ExpertChoice
 from kernels.layout import Geometry
-from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of
+from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of, latent_exponent
 from kernels.row_target import RowTarget
 from kernels.state import DeviceState
 from protocol.config_checks import SEATS_MAX
@@ -64,6 +64,7 @@ class Layer:
     number: int
     group: int
     module: Module
+    forms: mla.Forms
     absorbed: mla.Absorbed
     choice: ExpertChoice | None  # of a mixture, where kernels choose as its router does
     anchor: bool  # runs its own indexer
@@ -116,10 +117,9 @@ class Layers:
         self.family = family = family_of(config)
         self.rows = kv_row_format_of(geometry.row_bytes, config.kv_lora_rank, config.qk_rope_head_dim)
         self.keys = index_key_format_of(geometry.index_row_bytes, config.index_head_dim)
-        self._forms = mla.Forms(self.rows, self.keys)
-        scaled = self.keys.kind == "fp8"
-        self._rotation = hadamard(config.index_head_dim, self.dtype, self.device) if scaled else None
-        self.index_dtype = self.dtype if scaled else self.keys.dtype  # index_topk wants queries as keys are
+        quantised = self.keys.is_quantised
+        self._rotation = hadamard(config.index_head_dim, self.dtype, self.device) if quantised else None
+        self.index_dtype = self.dtype if quantised else self.keys.dtype  # index_topk wants queries as keys are
         library = sys.modules[type(model).__module__]
         self._rope = mla.Rope(getattr(library, INTERLEAVED), interleaved=True)
         name = INTERLEAVED if family.index_interleaves else ROPE
@@ -169,14 +169,14 @@ class Layers:
         self, layer: Layer, inputs: mla.Compressed, angles: Angles, target: RowTarget | None = None
     ) -> mla.Projected:
         """The attention's projections. KV rows go to `target` where launches are joined."""
-        return mla.project(layer.attention, self._forms, self._rope, inputs, *angles, target, family=self.family)
+        return mla.project(layer.attention, layer.forms, self._rope, inputs, *angles, target, family=self.family)
 
     def project_index(
         self, layer: Layer, inputs: mla.Compressed, angles: Angles, target: RowTarget | None = None
     ) -> mla.IndexProjected:
         """Queries, in the dtype that index_topk compares with the keys kept; keys, which go to `target` where launches
         are joined; weights."""
-        about = self._forms, self._index_rope, inputs, *angles, self._rotation, target
+        about = layer.forms, self._index_rope, inputs, *angles, self._rotation, target
         return mla.project_index(layer.attention.indexer, *about)
 
     def kept(
@@ -189,8 +189,8 @@ class Layers:
         """KV rows uint8[N, S, row_bytes] and index keys, encoded, of a layer that attends to nothing; None where they
         go to their targets."""
         to_rows, to_keys = targets
-        rows = mla.project_rows(layer.attention, self._forms, self._rope, entered, *angles, to_rows)
-        about = self._forms, self._index_rope, entered, *angles, self._rotation, to_keys
+        rows = mla.project_rows(layer.attention, layer.forms, self._rope, entered, *angles, to_rows)
+        about = layer.forms, self._index_rope, entered, *angles, self._rotation, to_keys
         return rows, mla.project_index_keys(layer.attention.indexer, *about)
 
     def finish(
@@ -353,11 +353,15 @@ class Layers:
         group = self._geometry.group_of_layer[number]
         members = self._geometry.layers_of_group(group)
         module = self.model.model.layers[number]
+        attention, scale = module.self_attn, 1.0
+        if self.rows.kind == "fp4":
+            scale = 2.0 ** -latent_exponent(attention.kv_a_layernorm.weight)
         return Layer(
             number=number,
             group=group,
             module=module,
-            absorbed=mla.Absorbed.of(module.self_attn, f"model.layers.{number}.self_attn", self._memory),
+            forms=mla.Forms(self.rows, self.keys, scale),
+            absorbed=mla.Absorbed.of(attention, f"model.layers.{number}.self_attn", self._memory, scale),
             choice=self.family.choice(module.mlp.gate) if hasattr(module.mlp, "experts") else None,
             anchor=members[0] == number,
             followers=members[1:] if members[0] == number else (),

@@ -205,7 +205,9 @@ class Expanded:
             mask = block.prompts.selection[number][block.place_in_part(number, piece), : piece.stop]
             rows = self._rows.decode(read_slab_rows(state, layer.number, piece.seat, piece.stop), self._dtype)
             own = projected.of_tokens(place)
-            attended[:, place] = mla.attend_prompt(layer.attention, own, rows, mask.contiguous())
+            attended[:, place] = mla.attend_prompt(
+                layer.attention, own, rows, mask.contiguous(), layer.forms.latent_scale
+            )
         return attended
 
 

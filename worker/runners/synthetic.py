@@ -15,7 +15,7 @@ import torch
 from protocol.config_checks import WEIGHT_ONLY
 from worker.families.table import family_named
 from worker.group.exchange import Collectives, Exchange
-from worker.runners.checkpoint import anonymous_info, geometry_of
+from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kinds
 from worker.runners.transformers_dsa import DTYPES, AfterIndexTopk, TransformersRunner
 from worker.weights.layout import ExpertShare
 from worker.weights.matmul import Matmul, resolve_matmul
@@ -70,7 +70,7 @@ def synthetic_runner(
     model.
     """
     draft_layer = draft_tokens > 0
-    geometry = geometry_of(config, dtype if kv_dtype == "auto" else kv_dtype, draft_layer=draft_layer)
+    geometry = geometry_of(config, kv_kinds(dtype, kv_dtype), draft_layer=draft_layer)
     share, exchange = None, None
     if collectives is not None:
         share = ExpertShare.of(collectives.rank, collectives.size, config.n_routed_experts)

@@ -74,7 +74,14 @@ from worker.runners.base import (
     no_listener,
     prefix_unit_tokens,
 )
-from worker.runners.checkpoint import describe_model, geometry_of, library_refusals, read_config, weights_digest
+from worker.runners.checkpoint import (
+    describe_model,
+    geometry_of,
+    kv_kinds,
+    library_refusals,
+    read_config,
+    weights_digest,
+)
 from worker.runners.drafting import Drafting
 from worker.runners.layers import Angles, Halfway, Layer, Layers, row_multiple
 from worker.runners.logprobs import write_logprobs
@@ -195,6 +202,8 @@ class TransformersRunner:
         device: str = "cpu",
         dtype: str = "auto",
         kv_dtype: str = "auto",
+        row_dtype: str = "auto",
+        index_dtype: str = "auto",
         deterministic_seats: int = 0,
         keeps_fp8: bool | None = None,
         matmul: str = WEIGHT_ONLY,
@@ -260,8 +269,8 @@ class TransformersRunner:
                 memory=memory,
                 keeps_kv_b=torch.device(device).type != "cuda",
             )
-        kind = _dtype_name(torch_dtype) if kv_dtype == "auto" else kv_dtype
-        geometry = geometry_of(model.config, kind, draft_layer=draft_layer)
+        kinds = kv_kinds(_dtype_name(torch_dtype), kv_dtype, row_dtype, index_dtype)
+        geometry = geometry_of(model.config, kinds, draft_layer=draft_layer)
         exchange = None
         if collectives is not None:
             exchange = Exchange(
@@ -763,6 +772,8 @@ def load_runner(
         device=settings.device,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
+        row_dtype=settings.row_dtype,
+        index_dtype=settings.index_dtype,
         deterministic_seats=settings.seats if settings.deterministic else 0,
         matmul=settings.matmul,
         collectives=collectives,
