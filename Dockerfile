@@ -100,5 +100,9 @@ COPY --from=requirements-worker-gpu /opt/hisparse /opt/hisparse
 COPY --from=package /package/opt/hisparse /opt/hisparse
 ENV TRITON_CACHE_DIR=/var/cache/hisparse/triton
 USER 10001:10001
+# Kernels of CUDA for these GPUs, so that a first start compiles fewer: they are the first content of the cache's volume.
+# --build-arg KERNELS="sm_90 sm_100"; empty: none.
+ARG KERNELS=sm_90
+RUN [ -z "${KERNELS}" ] || hisparse kernels build $(printf -- '--arch %s ' ${KERNELS})
 ENTRYPOINT ["hisparse"]
 CMD ["worker"]

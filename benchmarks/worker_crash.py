@@ -33,7 +33,7 @@ from typing import Any
 import trio
 
 from hisparse.client.client import Client
-from hisparse.cluster.keeper import Keeper
+from hisparse.cluster.supervision import ProcessSupervisor
 from hisparse.cluster.up import Cluster, running_cluster
 from protocol.config import HostFacts, build
 from protocol.messages import Sampling
@@ -137,7 +137,7 @@ async def measure(model: Path, tokens: int, rounds: int, device: str) -> list[di
             cluster.client("bench") as client,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(Keeper(cluster, lambda line: None, lambda: None).run)
+            nursery.start_soon(ProcessSupervisor(cluster, lambda line: None, lambda: None).run)
             for i in range(rounds):
                 with trio.fail_after(ROUND_LIMIT_S):
                     await _warm(cluster, client, tokens)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Final
 
 from kernels.cuda import block_plans, prompt_index
 from kernels.cuda.attention import HEADS_TOGETHER, HOPPER, hopper_defines
 from kernels.cuda.index_topk import Indexer, select_defines
-from kernels.cuda.jit import UNITS, Defines, Resources, compile_unit, row_defines
+from kernels.cuda.jit import UNITS, Defines, Resources, cache_dir, cached_unit, compile_unit, row_defines
 from kernels.cuda.launch import CLUSTERS_SINCE, RANKS
 from kernels.layout import Geometry
 
@@ -29,6 +32,8 @@ LAYOUTS: Final = (
     *((656, 132, 0), (584, 132, 0), (1152, 256, 0), (196, 132, 0), (320, 132, 0)),
     *((13, 7, 0), (584, 132, 512), (4096, 256, 2048)),
 )
+#: Those of rows of DeepSeek-V3.2 and GLM-5, in fp8 and in bfloat16.
+SERVED: Final = (LAYOUTS[0], LAYOUTS[2])
 ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
 # Indexers of 64 heads, DeepSeek-V3.2's, and of 32 in each pair of formats, of 16, A.X-K2-Light's, and a small one whose
 # heads fill no tile.
@@ -51,8 +56,8 @@ def attention_variants() -> Iterator[Defines]:
     return (hopper_defines(*of) for of in product(("bfloat16", "fp8"), HEADS_TOGETHER, (False, True)))
 
 
-def variants(arch: str) -> Iterator[tuple[str, Defines]]:
-    """Unit and defines of every variant that is kept compiling for `arch`."""
+def variants(arch: str, layouts: Sequence[tuple[int, int, int]] | None = None) -> Iterator[tuple[str, Defines]]:
+    """Unit and defines of every variant that is kept compiling for `arch`, by default for all LAYOUTS."""
     number = int(arch.removeprefix("sm_"))
     yield "index_select", select_defines()
     if arch == f"sm_{HOPPER[0]}{HOPPER[1]}":
@@ -63,7 +68,7 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
     yield from ((indexer.unit(number), indexer.defines(number)) for indexer in INDEXERS)
     clusters = number >= 10 * CLUSTERS_SINCE[0]
-    for place, (row_bytes, index_row_bytes, split) in enumerate(LAYOUTS):
+    for place, (row_bytes, index_row_bytes, split) in enumerate(layouts or LAYOUTS):
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
         for unit in UNITS:
             if unit == "swap_in":
@@ -73,6 +78,19 @@ def variants(arch: str) -> Iterator[tuple[str, Defines]]:
                 yield from ((unit, (*defines, ("DRAFTS", drafts))) for drafts in ((0, 1) if place == 0 else ()))
             elif place == 0 or unit not in ROWLESS:
                 yield unit, defines
+
+
+def build(arch: str) -> str:
+    """Compile what a worker with rows of SERVED may load on `arch` into its cache, as many units at a time as there
+    are cores; return a line about it. Raises ConfigError, InternalError."""
+    directory = cache_dir()
+    began, before = time.monotonic(), len(list(directory.glob("*.cubin")))
+    units = {unit for layout in SERVED for unit in variants(arch, (layout,))}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(lambda unit: cached_unit(unit[0], unit[1], arch, directory), sorted(units)))
+    compiled = len(list(directory.glob("*.cubin"))) - before
+    seconds = time.monotonic() - began
+    return f"{len(units)} units for {arch} lie in {directory}: {compiled} were compiled in {seconds:.0f} s"
 
 
 def report(arch: str) -> Iterator[tuple[Defines, Resources]]:

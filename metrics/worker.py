@@ -32,6 +32,7 @@ class WorkerSources:
 
     `requests` counts by state, `hot_buffers` by size; `memory` is by name (chunks, index_pages); `stopping` tells that
     the process has been asked to leave; `weights` is how long its start took for them, by source (checkpoint, keeper);
+    `weights_kept` has one value where there was a keeper: 1 while it has them;
     `transfers` is by end (sender, receiver), as far as there are any. A loop that ended is not asked about: its process
     ends with it.
     """
@@ -48,6 +49,7 @@ class WorkerSources:
     reports_in_flight: Callable[[], int]
     stopping: Callable[[], bool]
     weights: Callable[[], Mapping[str, float]] = dict
+    weights_kept: Callable[[], float | Mapping[str, float]] = dict
     transfers: Callable[[], Mapping[str, TransferCounters]] = dict
     rooms: Callable[[], Mapping[tuple[str, str], RoomUse]] = dict
 
@@ -102,6 +104,13 @@ WORKER_METRICS: Final[tuple[Metric[WorkerSources], ...]] = (
         "Did a restart have to load weights again?",
         lambda sources: sources.weights(),
         labels="source",
+    ),
+    gauge(
+        "hisparse_worker_weights_kept",
+        "weights",
+        "1 while a keeper has the weights of this worker, 0 once it has not; of workers that found a keeper.",
+        "Would the next start have to load weights?",
+        lambda sources: sources.weights_kept(),
     ),
     gauge(
         "hisparse_worker_unreported_tokens",

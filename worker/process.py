@@ -17,6 +17,7 @@ that started the workers removes it.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -38,6 +39,7 @@ from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 from protocol import logs
 from protocol.config import keeper_path, pool_path
+from protocol.end_reason import leave_reason
 from protocol.errors import EXIT_DEFECT, EXIT_PEER_LOST, HiSparseError
 from protocol.logs import fields
 from protocol.settings import Config, WorkerSettings
@@ -51,6 +53,7 @@ from worker.device.sizing import Sizing, size_worker
 from worker.group.control import PeersMissingError
 from worker.group.exchange import require_alike
 from worker.group.group import Group
+from worker.keeper.watch import KeeperWatch
 from worker.link.link import Link, LinkPace, connect_to
 from worker.link.link_state import NAME_LIMITS, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
@@ -78,6 +81,7 @@ def run_worker(config: Config, *, as_standby: bool = False) -> int:
     the coordinator. `as_standby`: once it is ordered to take over from another (worker.standby)."""
     settings = config.worker
     logs.configure(config.cluster.log_level, config.cluster.log_format, worker=settings.name)
+    faulthandler.enable()  # a signal of a library's fault shows where each thread was
     disable_progress_bar()  # stderr is one event a line
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -91,6 +95,7 @@ def run_worker(config: Config, *, as_standby: bool = False) -> int:
         log.info("stopped during start", extra=fields(signal=stop.name))
         return EXIT_INTERRUPTED
     except PeersMissingError as error:
+        leave_reason(error)
         log.critical("the group did not meet; the process ends", extra=fields(error=error))
         return EXIT_PEER_LOST
     try:
@@ -131,8 +136,12 @@ class WorkerProcess:
 
     def _start(self, config: Config, halted: threading.Event, attached: MappedPool | None) -> None:
         collectives = self._group.collectives if self._group is not None else None
-        runner = load_runner(config.worker, collectives, keeper_path(config) if config.worker.keeper else None)
-        self._weights_seconds = runner.weights_seconds
+        keeper = keeper_path(config) if config.worker.keeper else None
+        runner = load_runner(config.worker, collectives, keeper)
+        self._weights_seconds, self._keeper = (
+            runner.weights_seconds,
+            KeeperWatch(keeper, is_kept=runner.weights_are_kept),
+        )
         config = size_pool(config, runner.geometry, runner.info.fingerprint)
         settings = config.worker
         if self._group is not None:
@@ -264,6 +273,7 @@ class WorkerProcess:
             reports_in_flight=lambda: self._outbox.in_flight,
             stopping=lambda: self._link.stopping,
             weights=lambda: self._weights_seconds,
+            weights_kept=self._keeper.samples,
             transfers=self._executor.transfers.counters,
             rooms=lambda: by_label(self._executor.room_use(), self._outbox.room_use()),
         )
@@ -329,7 +339,8 @@ def run_or_die(loop: Callable[[], None]) -> None:
     """
     try:
         loop()
-    except BaseException:
+    except BaseException as error:
+        leave_reason(error)
         log.critical("the executor failed; the process ends", exc_info=True)
         os._exit(EXIT_DEFECT)
 

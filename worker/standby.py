@@ -5,7 +5,23 @@
     pool        the node's, mapped and registered. Nothing is read or written there before the order: the pages are a
                 living worker's
     order       one line on the standard input, from the supervisor alone, which has the proof that the worker before
-                has exited (hisparse.cluster.keeper). The end of the input is the end of a standby
+                has exited (hisparse.cluster.supervision). The end of the input is the end of a standby
+
+On a GPU, all but captures runs in the thread in which a plain start runs it:
+
+    thread   calls                                                     order
+    main     context, library handles of this thread                   before the pool is registered
+    main     registration of the pool, by threads that set the device  behind the context, outside of captures
+    main     weights, sizes, state, streams; each batch size once,     behind the order: memory of the worker before is
+             eagerly, so that kernels are loaded and scratch exists    free only then
+    loop     adopts the streams, waits for the device                  behind all launches of the main thread
+    loop     first units and steps, eagerly: a thread has handles of   before any capture: no handle may be made while
+             cuBLAS and a workspace on `compute` of its own            a stream is captured
+    loop     graphs, one between two steps. The device is idle, the    behind a whole step (Decoder.may_capture). Other
+             allocator has given back what it held unused              threads may allocate meanwhile (thread_local)
+
+What fails says why: the error goes to the log with its traceback, and to the supervisor in one line
+(protocol.end_reason); a fault of a library shows where each thread was.
 
 It has said no hello and has no epoch: no other process knows of it. What follows the order is the start of a worker
 (worker.process), whose epoch begins then.

@@ -23,7 +23,7 @@ from benchmarks.serve.measures import RECORD, Records
 from benchmarks.serve.model import Spec, write_tokenizer
 from hisparse.client.client import Client
 from hisparse.cluster.children import Child, child_environ, exit_text, stop_children
-from hisparse.cluster.keeper import COORDINATOR, HTTP, REFUSALS, open_admin
+from hisparse.cluster.supervision import COORDINATOR, HTTP, REFUSALS, open_admin
 from hisparse.cluster.up import CONNECTED, POLL_INTERVAL_S, answers, start_child
 from protocol.config import HostFacts, build, pool_path, to_environ
 from protocol.errors import Unavailable

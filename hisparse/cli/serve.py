@@ -91,12 +91,17 @@ def coordinator(config: Config, die_with: int | None) -> int:
 )
 @die_with_option
 @click.option("--as-standby", is_flag=True, hidden=True)
-def worker(config: Config, die_with: int | None, as_standby: bool) -> int:
+@click.option("--reason-fd", type=int, metavar="FD", hidden=True)
+def worker(config: Config, die_with: int | None, as_standby: bool, reason_fd: int | None) -> int:
     """Run one worker: the decode loop of one GPU, or of the CPU.
 
     SIGINT or SIGTERM withdraws its requests and exits; a second one exits at once.
     """
     _die_with(die_with)
+    if reason_fd is not None:
+        from protocol.end_reason import leave_reasons_at
+
+        leave_reasons_at(reason_fd)
     return _worker_process()(config, as_standby=as_standby)
 
 

@@ -334,8 +334,9 @@ def _budget(
         gpu_mem,
         exchange_bytes=held.exchange,
         prompt_bytes=held.prompts,
+        is_kept=sized.keeper,
     )
-    standby = STANDBY_DEVICE_BYTES if group_size == 1 else 0
+    standby = STANDBY_DEVICE_BYTES if group_size == 1 or sized.standbys else 0
     return str(auto_budget(left - standby, held.prompts)), held
 
 
@@ -368,14 +369,16 @@ def _rows_max(settings: WorkerSettings) -> int:
 
 def _remedy(path: Path, dimensions: Any, gpu_bytes: int, settings: WorkerSettings) -> str:
     """What to do when the weights do not fit: the smallest size of a group that would, where one does."""
+    from worker.keeper.messages import GPU_SEGMENT_BYTES
     from worker.runners.checkpoint import stored_dtype
     from worker.weights.layout import group_sizes
     from worker.weights.shares import fitting_group_size
 
     dtype, block, rows = stored_dtype(dimensions), _block(path, dimensions), _rows_max(settings)
+    left = gpu_bytes - (GPU_SEGMENT_BYTES if settings.keeper else 0)
     sizes, drafts = group_sizes(dimensions.n_routed_experts), settings.draft_tokens_max > 0
     fitting = fitting_group_size(
-        *(dimensions, dtype, block, sizes, rows, gpu_bytes), pass_tokens=settings.pass_tokens, draft_layer=drafts
+        *(dimensions, dtype, block, sizes, rows, left), pass_tokens=settings.pass_tokens, draft_layer=drafts
     )
     group = f"--group-size {fitting} fits; or " if fitting else ""
     return f"{group}use a checkpoint in FP8, a smaller model, or a GPU with more memory"

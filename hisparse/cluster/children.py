@@ -26,6 +26,7 @@ import trio
 
 import hisparse
 from protocol.config import ENVIRONMENT_PREFIX, KERNEL_CACHE_VARIABLE
+from protocol.end_reason import read_reason
 from protocol.errors import InternalError, Unavailable
 from protocol.start_step import step_of
 
@@ -33,6 +34,8 @@ from protocol.start_step import step_of
 PR_SET_PDEATHSIG: Final = 1
 #: What the kernel sends when the parent ends, in `stop_with_parent`.
 PARENT_ENDED: Final = signal.SIGUSR1
+#: Option of a command, with the descriptor of a file for the reason of its end.
+REASON_FLAG: Final = "--reason-fd"
 #: Size of the end of a log that is shown when its child died.
 TAIL_BYTES: Final = 4_096
 TAIL_LINES: Final = 12
@@ -88,6 +91,7 @@ class Child:
     process: subprocess.Popen[bytes]
     pidfd: int
     log_path: Path | None
+    reason_fd: int | None = None
 
     @classmethod
     def start(
@@ -99,9 +103,14 @@ class Child:
         *,
         inherited: Sequence[int] = (),
         takes_orders: bool = False,
+        gives_reason: bool = False,
     ) -> Child:
         """Start `command`. Its output goes to `log_path`, by default to the parent's stderr; it has the descriptors
-        `inherited` under their numbers. `takes_orders`: its standard input is a pipe that `order` writes to."""
+        `inherited` under their numbers. `takes_orders`: its standard input is a pipe that `order` writes to.
+        `gives_reason`: `command` takes REASON_FLAG, and leaves there why it ends (protocol.end_reason)."""
+        reason_fd = os.memfd_create("reason") if gives_reason else None
+        if reason_fd is not None:
+            command, inherited = (*command, REASON_FLAG, str(reason_fd)), (*inherited, reason_fd)
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if log_path else None
         try:
             process = subprocess.Popen(
@@ -116,7 +125,7 @@ class Child:
         finally:
             if log is not None:
                 os.close(log)
-        return cls(name, process, os.pidfd_open(process.pid), log_path)
+        return cls(name, process, os.pidfd_open(process.pid), log_path, reason_fd)
 
     @property
     def pid(self) -> int:
@@ -128,8 +137,17 @@ class Child:
         return step_of(self.pid)
 
     @property
+    def reason(self) -> str:
+        """Why it ends, as it has said itself; empty where it has not."""
+        return "" if self.reason_fd is None else read_reason(self.reason_fd)
+
+    @property
     def running(self) -> bool:
         return self.process.poll() is None
+
+    def end_text(self, status: int) -> str:
+        """As `exit_text`, with the reason that it left."""
+        return ": ".join(filter(None, (exit_text(status), self.reason)))
 
     async def wait(self) -> int:
         """Wait for the exit; returns the status, negative for a signal that ended it. Cancelled: nothing changes."""
@@ -171,6 +189,8 @@ class Child:
             with suppress(OSError):  # what an ended child has not read
                 self.process.stdin.close()
         os.close(self.pidfd)
+        if self.reason_fd is not None:
+            os.close(self.reason_fd)
 
 
 def exit_text(status: int) -> str:

@@ -18,10 +18,11 @@ PEER_END_LIMIT_S: Final = 5.0
 
 
 class RankEnd(NamedTuple):
-    """A rank's worker name and exit status, negative for a signal."""
+    """A rank's worker name, exit status, negative for a signal, and the reason that it left."""
 
     name: str
     status: int
+    reason: str = ""
 
 
 def blamed(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -49,5 +50,5 @@ def end_text(group: str, ends: Sequence[RankEnd]) -> str:
     """ "group g0 ended: w1 killed by SIGKILL"."""
     first = blamed(ends)
     if first is not None:
-        return f"group {group} ended: {first.name} {exit_text(first.status)}"
+        return f"group {group} ended: {first.name} {': '.join(filter(None, (exit_text(first.status), first.reason)))}"
     return f"group {group} ended: {'it was asked to' if is_wanted(ends) else 'each rank has lost a peer'}"

@@ -1,7 +1,7 @@
 """Settings of the workers of `hisparse up`: names, roles, ports, groups and GPUs. Pure.
 
     worker i    is called w0, w1, ...; a fixed metrics port counts up
-    standby     one for each worker on a GPU, unless `worker.standby` says otherwise; none for ranks of a group
+    standby     with `worker.standby` = auto one for each worker on a GPU, and none for ranks of a group
     group j     is called g0, g1, ...; its rank i is worker j * size + i. All of its ranks have one role, and meet in
                 the runtime directory
     GPU         `worker.device` = cuda gives worker i the GPU cuda:i; cuda:N puts all workers on that one
@@ -22,6 +22,7 @@ from protocol.messages import BOTH, DECODE, PREFILL
 from protocol.settings import WorkerSettings
 from worker.device.sizing import require_weights_fit
 from worker.device.step_rows import rows_max
+from worker.keeper.messages import GPU_SEGMENT_BYTES
 from worker.weights.layout import ExpertShare, group_sizes
 from worker.weights.shares import fitting_group_size, rank_bytes
 
@@ -60,13 +61,6 @@ def place(
             remedy="leave worker.group, group_size and group_endpoint out, and pass --group-size",
         )
     _require_groups(workers, group_size, experts)
-    if group_size > 1 and settings.standbys:
-        raise ConfigError(
-            "ranks of a group have no standby: a group starts again whole",
-            field="worker.standby",
-            value=settings.standby,
-            remedy=f"set it to 0 or {AUTO}",
-        )
     _require_roles(workers // group_size, "groups" if group_size > 1 else "workers", roles or (settings.role,), roles)
     is_spread = settings.device == CUDA and gpus > 0
     if is_spread and workers > gpus:
@@ -93,7 +87,7 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
     """
     dimensions, dtype, block = weights
     kv_bytes = 0 if settings.device_mem == AUTO else parse_size(settings.device_mem, "worker.device_mem")
-    left = min(gpu_bytes) - kv_bytes
+    left, kept_bytes = min(gpu_bytes) - kv_bytes, GPU_SEGMENT_BYTES if settings.keeper else 0
     rows = rows_max(settings)
     kind: dict[str, Any] = {
         "deterministic": settings.deterministic,
@@ -104,7 +98,7 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
     sizes = [size for size in possible if workers % size == 0]
 
     def fitting(among: Sequence[int]) -> int:
-        return fitting_group_size(dimensions, dtype, block, among, rows, left, **kind)
+        return fitting_group_size(dimensions, dtype, block, among, rows, left - kept_bytes, **kind)
 
     if found := fitting(sizes):
         return found
@@ -120,6 +114,7 @@ def choose_group_size(settings: WorkerSettings, workers: int, gpu_bytes: Sequenc
         most,
         exchange_bytes=held.exchange,
         prompt_bytes=held.prompts,
+        is_kept=settings.keeper,
         remedy=f"{more}use a checkpoint in FP8, a smaller model, or GPUs with more than "
         f"{min(gpu_bytes) / 1e9:.1f} GB{kv}",
     )
@@ -166,5 +161,5 @@ def _worker(
     if group_size == 1:
         standbys = int(device != "cpu") if settings.standby == AUTO else settings.standbys
         return msgspec.structs.replace(own, standby=standbys)
-    rank = index % group_size
-    return msgspec.structs.replace(own, group=f"g{number}", group_rank=rank, group_size=group_size, standby=0)
+    rank, standbys = index % group_size, settings.standbys
+    return msgspec.structs.replace(own, group=f"g{number}", group_rank=rank, group_size=group_size, standby=standbys)

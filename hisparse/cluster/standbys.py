@@ -2,9 +2,10 @@
 
 worker serves    longer than the pause before its last restart: only then a standby is started. So a request
                  that kills its worker at once uses up one standby; what follows are restarts with their pauses
-worker ends      its exit is proved (Keeper: by pidfd). The standby is ordered to take over: from then on it is the
-                 worker's process, and no standby. One that still prepares is ahead of a new process and takes over
-                 once it is ready. Without one the worker is started again
+worker ends      its exit is proved (hisparse.cluster.supervision: by pidfd). The standby is ordered to take over: from
+                 then on it is the worker's process, and no standby. One that still prepares is ahead of a new
+                 process and takes over once it is ready. Without one the worker is started again
+group ends       all of its ranks have: their standbys take over together, if each rank has one, and meet then
 standby ends     another is started, after a pause that doubles; after too many short lives none is
 order unheard    a standby that was ready and has not begun after HEARD_LIMIT_S hangs and is killed: the worker's
                  end, once more. One that still prepares has the time that any start has
@@ -18,7 +19,7 @@ from typing import Final
 
 import trio
 
-from hisparse.cluster.children import Child, exit_text
+from hisparse.cluster.children import Child
 from hisparse.cluster.restarts import Restarts, unseen_service_s
 from protocol.start_step import STANDBY
 
@@ -106,12 +107,12 @@ class Standbys:
             if await self._until_ready(name, child):
                 report(f"standby of {name} is ready")
                 changed()
-            status = await self._until_over(name, child)
-            if status is None:
+            ended = await self._until_over(name, child)
+            if ended is None:
                 continue
             pause_s = restarts.after(unseen_service_s(trio.current_time() - began))
             what = "given up after too many restarts" if pause_s is None else f"restarted in {pause_s:g} s"
-            report(f"standby of {name} {exit_text(status)}; {what}")
+            report(f"standby of {name} {ended}; {what}")
             changed()
             if pause_s is None:
                 return
@@ -125,13 +126,14 @@ class Standbys:
             await trio.sleep(LOOK_INTERVAL_S)
         return False
 
-    async def _until_over(self, name: str, child: Child) -> int | None:
-        """Wait until `child` has ended as a standby, and return its status; None: it is the worker now."""
+    async def _until_over(self, name: str, child: Child) -> str | None:
+        """Wait until `child` has ended as a standby, and return how and why; None: it is the worker now."""
         while self._children.get(name) is child:
             with trio.move_on_after(LOOK_INTERVAL_S):
                 status = await child.wait()
                 if self._children.get(name) is child:
                     del self._children[name]
+                    ended = child.end_text(status)
                     child.close()
-                    return status
+                    return ended
         return None

@@ -1,6 +1,6 @@
 """Waiting for a cluster that starts, while its processes are kept as they are later.
 
-died      restarted after a pause that doubles, whole where it is a rank of a group (hisparse.cluster.keeper): what
+died      restarted after a pause that doubles, whole where it is a rank of a group (hisparse.cluster.supervision): what
           ended it may pass. Given up after too many short lives, which ends the start
 refuses   a process that refuses a setting, or lacks the room that it is to have, would do so again: the start ends
           at once, with the end of its log
@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from hisparse.cluster.children import Child, exit_text
-from hisparse.cluster.keeper import REFUSALS, Keeper, Kept
+from hisparse.cluster.supervision import REFUSALS, ProcessSupervisor, Supervised
 from protocol.errors import HiSparseError, Unavailable
 
 #: How often processes that start are asked how far they are.
@@ -26,7 +26,7 @@ STEP_INTERVAL_S: Final = 0.25
 
 
 async def started(
-    kept: Kept,
+    kept: Supervised,
     names: Sequence[str],
     ready: Callable[[], Awaitable[None]],
     limit_s: float,
@@ -49,17 +49,17 @@ async def started(
         error = error or found
         nursery.cancel_scope.cancel()
 
-    keeper = Keeper(kept, report, lambda: None, starting=True)
+    supervisor = ProcessSupervisor(kept, report, lambda: None, starting=True)
     async with trio.open_nursery() as nursery:
-        for wait in (ready, partial(_lost, keeper), partial(_stuck, kept, names, limit_s)):
+        for wait in (ready, partial(_lost, supervisor), partial(_stuck, kept, names, limit_s)):
             nursery.start_soon(end_with, wait)
     if error is not None:
         raise error
 
 
-async def _lost(keeper: Keeper) -> HiSparseError:
+async def _lost(supervisor: ProcessSupervisor) -> HiSparseError:
     """The error of a child that ended and is not restarted, whose last lines go to stderr."""
-    child = await keeper.run()
+    child = await supervisor.run()
     for line in child.tail().splitlines():
         print(f"{child.name}: {line}", file=sys.stderr, flush=True)
     status = await child.wait()
@@ -67,7 +67,7 @@ async def _lost(keeper: Keeper) -> HiSparseError:
     return kind(f"{exit_text(status)} during start", field="process", value=child.name, remedy="see its output above")
 
 
-async def _stuck(kept: Kept, names: Sequence[str], limit_s: float) -> HiSparseError:
+async def _stuck(kept: Supervised, names: Sequence[str], limit_s: float) -> HiSparseError:
     """The error of processes that come no further. A process that was started again has."""
     seen: list[tuple[int, str]] = []
     since = trio.current_time()

@@ -9,7 +9,7 @@ Order, and why:
             listens. What dies is restarted (hisparse.cluster.starting). This process has the front's port from the
             beginning
     run     until a signal, `hisparse stop`, or until the cluster is over; children that died are restarted, hung ones
-            are killed (hisparse.cluster.keeper). Workers that have standbys get them (hisparse.cluster.standbys)
+            are killed (hisparse.cluster.supervision). Workers that have standbys get them (hisparse.cluster.standbys)
     stop    drain the coordinator (requests may run on until the deadline), then SIGTERM, then SIGKILL.
             The pool is removed last: it outlives workers by design, and only the parent knows that none will return.
             Until then the parent holds it open, so that no start of another cluster takes it for an abandoned one.
@@ -43,12 +43,12 @@ import trio
 from hisparse.client.client import Client
 from hisparse.cluster.children import Child, child_environ, stop_children, wait_all
 from hisparse.cluster.gpus import gpu_bytes
-from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
 from hisparse.cluster.leftovers import check_leftovers, left_text
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
 from hisparse.cluster.sockets import remove_dead_sockets
 from hisparse.cluster.standbys import Standbys
 from hisparse.cluster.starting import started
+from hisparse.cluster.supervision import COORDINATOR, HTTP, START_LIMIT_S, ProcessSupervisor, open_admin
 from hisparse.cluster.weights import WeightKeepers
 from hisparse.http.server.api_keys import read_keys
 from hisparse.http.server.tls import tls_of
@@ -328,7 +328,15 @@ def start_child(
     command += ["--as-standby"] if as_standby else []
     environ, log_path = child_environ() | to_environ(config), log_dir / f"{name}.log" if log_dir else None
     inherited = () if ready_fd is None else (ready_fd,)
-    return Child.start(name, command, environ, log_path, inherited=inherited, takes_orders=as_standby)
+    return Child.start(
+        name,
+        command,
+        environ,
+        log_path,
+        inherited=inherited,
+        takes_orders=as_standby,
+        gives_reason=subcommand == "worker",
+    )
 
 
 async def answers(config: Config) -> bool:
@@ -510,8 +518,8 @@ async def _serve(config: Config, options: UpOptions, interrupts: _Interrupts) ->
             _report(f"metrics of {name} at {url}")
         _report("Ctrl-C drains and stops; a second one exits at once")
         with _published(cluster, options.ready_file) as publish:
-            keeper = Keeper(cluster, _report, publish, standbys=cluster.standbys)
-            ended = await _until_asked_or_lost(keeper, interrupts.asked)
+            supervisor = ProcessSupervisor(cluster, _report, publish, standbys=cluster.standbys)
+            ended = await _until_asked_or_lost(supervisor, interrupts.asked)
             if ended is None:
                 await _drain(cluster, options.deadline_s)
                 return 0
@@ -542,7 +550,7 @@ def _published(cluster: Cluster, ready_file: Path | None) -> Iterator[Callable[[
             ready_file.unlink(missing_ok=True)
 
 
-async def _until_asked_or_lost(keeper: Keeper, asked: trio.Event) -> Child | None:
+async def _until_asked_or_lost(supervisor: ProcessSupervisor, asked: trio.Event) -> Child | None:
     """Keep the cluster until a drain is asked for (returns None), or until it is over (the child that ended it)."""
     last: Child | None = None
 
@@ -552,7 +560,7 @@ async def _until_asked_or_lost(keeper: Keeper, asked: trio.Event) -> Child | Non
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asked_for)
-        last = await keeper.run()
+        last = await supervisor.run()
         nursery.cancel_scope.cancel()
     return last
 

@@ -1,7 +1,8 @@
 """Keepers of weights beside the workers of a cluster (worker.keeper.process): one for each worker, and so for each GPU.
 
 start    with its worker. This process binds the socket, so that a worker that comes first waits for the keeper
-death    of a keeper: its worker has mapped the weights and goes on. Another keeper starts with the next worker
+death    of a keeper: told at once. Its worker has mapped the weights and goes on. Another keeper starts with the next
+         worker, or with its standby
 end      with the other children, and with this process
 
 python -m hisparse.cluster.weights DESCRIPTOR PARENT_PID LOG_LEVEL LOG_FORMAT WORKER
@@ -34,17 +35,23 @@ class WeightKeepers:
 
     def keep(self, config: Config, log_dir: Path | None) -> None:
         """Have one for the worker of `config` that is about to start, if its settings want one."""
-        name, kept = config.worker.name, self.children.get(config.worker.name)
-        if not config.worker.keeper or (kept is not None and kept.running):
+        self.look()
+        name = config.worker.name
+        if not config.worker.keeper or name in self.children:
             return
-        if kept is not None:
-            self.report(f"{kept.name} {exit_text(kept.process.returncode)}: {name} loads its weights once more")
-            kept.close()
-            del self.children[name]
         try:
             self.children[name] = start_weight_keeper(config, log_dir)
         except OSError as error:
             self.report(f"no keeper for the weights of {name}: {error}")
+
+    def look(self) -> None:
+        """Report and forget those that have ended."""
+        for name, child in list(self.children.items()):
+            if not child.running:
+                ended = exit_text(child.process.returncode)
+                self.report(f"{child.name} {ended}: {name} goes on, and its next start loads weights once more")
+                child.close()
+                del self.children[name]
 
 
 def start_weight_keeper(config: Config, log_dir: Path | None) -> Child:

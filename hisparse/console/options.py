@@ -125,11 +125,13 @@ def fail(error: BaseException) -> NoReturn:
     if isinstance(error, NameClash):  # `protocol` may be another package
         _complain(str(error))
         sys.exit(EXIT_CODES["config"])
+    from protocol.end_reason import leave_reason
     from protocol.errors import HiSparseError
 
     error = _innermost(error)
     match error:
         case HiSparseError():
+            leave_reason(error)
             _complain(str(error))
             sys.exit(exit_code(error))
         case click.exceptions.NoArgsIsHelpError():
@@ -147,6 +149,7 @@ def fail(error: BaseException) -> NoReturn:
             sys.exit(EXIT_FAILED)
         case SystemExit():
             raise error
+    leave_reason(error)
     traceback.print_exception(error)
     sys.exit(EXIT_CODES["internal"])
 

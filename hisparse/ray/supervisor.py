@@ -2,8 +2,8 @@
 
     start     stops an earlier supervisor of this node, or ends what one left; the coordinator, if it is here; once it
               answers, tells it which workers of this node are proved gone; then the front and the workers
-    run       hisparse.cluster.keeper restarts what dies and kills what hangs. A coordinator on another node cannot see
-              a process end, so its pages would stay in quarantine: this process has seen the exit by a pidfd, and
+    run       hisparse.cluster.supervision restarts what dies and kills what hangs. A coordinator on another node cannot
+              see a process end, so its pages would stay in quarantine: this process has seen the exit by a pidfd, and
               vouches
     stop      SIGTERM: with the coordinator here, drain it for as long as the file `stop.json` says; then all processes
               end, and the host pool is removed, unless it says that the cluster is about to start again. When the actor
@@ -35,9 +35,9 @@ from basics.processes import Process, process_of
 from hisparse.client.client import Client
 from hisparse.client.connection import WELCOME_LIMIT_S
 from hisparse.cluster.children import Child, stop_children, stop_with_parent, wait_all
-from hisparse.cluster.keeper import COORDINATOR, HTTP, START_LIMIT_S, Keeper, open_admin
 from hisparse.cluster.sockets import remove_dead_sockets
 from hisparse.cluster.starting import started
+from hisparse.cluster.supervision import COORDINATOR, HTTP, START_LIMIT_S, ProcessSupervisor, open_admin
 from hisparse.cluster.up import EXIT_CHILD_LOST, STOP_GRACE_S, start_child, until_answering
 from hisparse.cluster.weights import WeightKeepers
 from hisparse.console.options import EXIT_CODES
@@ -82,7 +82,7 @@ class StopOrder(msgspec.Struct, frozen=True):
 
 @dataclass
 class NodeProcesses:
-    """The children of this node, as hisparse.cluster.keeper.Kept."""
+    """The children of this node, as hisparse.cluster.supervision.Supervised."""
 
     plan: NodePlan
     changed: Callable[[], None]
@@ -198,7 +198,7 @@ class NodeSupervisor:
             self._processes.start(name)
         self._state = "up"
         self._changed()
-        return await Keeper(
+        return await ProcessSupervisor(
             self._processes, self._report, self._changed, elsewhere=self._plan.elsewhere, vouch=self._vouch
         ).run()
 

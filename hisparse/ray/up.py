@@ -20,7 +20,7 @@ import trio
 
 from hisparse.client.client import Client
 from hisparse.cluster.children import exit_text
-from hisparse.cluster.keeper import CONNECTED, open_admin
+from hisparse.cluster.supervision import CONNECTED, open_admin
 from hisparse.cluster.up import EXIT_CHILD_LOST
 from hisparse.console.options import EXIT_CODES
 from hisparse.http.server.api_keys import read_keys

@@ -269,6 +269,13 @@ TRUST: Final = Row(
             (Query("hisparse_worker_standbys_ready", "{{worker}}", rare=True),),
         ),
         Panel(
+            "Weights that are kept",
+            "Of each worker that found a keeper: 1 while its weights stay when it dies. Bad: 0: its next start loads "
+            "them.",
+            "short",
+            (Query(named("hisparse_worker_weights_kept"), "{{name}}", rare=True),),
+        ),
+        Panel(
             "Links dropped, messages repeated",
             "Links that ended, by reason, and messages sent again or too early. Bad: a steady rate: a link loses "
             "messages, or a process is too slow to read them.",

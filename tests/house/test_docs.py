@@ -26,7 +26,7 @@ from coordinator.service import CLIENT_UNREAD_MESSAGES
 from coordinator.turn import dispatch
 from hisparse.cli import main
 from hisparse.cli.reference import pages
-from hisparse.cluster import keeper, restarts
+from hisparse.cluster import restarts, supervision
 from hisparse.demo import compare
 from hisparse.http import answering, link, outputs, progress
 from hisparse.http.apis import asks, tools
@@ -228,7 +228,7 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("README.md", f"closer than {compare.TIE_BOUND:.0e}".replace("e-0", "e-")),
         ("architecture.md", f"{NUMBERS[POISON_STRIKES]} deaths of its worker"),
         ("architecture.md", f"until {NUMBERS[restarts.RESTARTS_MAX]} short lives in a row"),
-        ("architecture.md", f"kills it after {NUMBERS[keeper.HUNG_LIMITS]} heartbeat limits"),
+        ("architecture.md", f"kills it after {NUMBERS[supervision.HUNG_LIMITS]} heartbeat limits"),
         ("prefill-decode.md", f"doubles from {dispatch.TRANSFER_PAUSE_S:g} s"),
         ("prefill-decode.md", f"sender silent for {receiving.STOP_LIMIT_S:g} s"),
         ("prefill-decode.md", f"is sent again, {NUMBERS[sending.ATTEMPTS_MAX]} times at most"),

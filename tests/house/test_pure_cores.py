@@ -38,8 +38,8 @@ SHELLS: Final[dict[str, str]] = {
     "hisparse/manifests": "environments groups processes",
     "hisparse/top": "draw run terminal",
     "protocol": (
-        "children config grammar_trials grammars logs rereading settings small_files start_step text tokenizer_files "
-        "version"
+        "children config end_reason grammar_trials grammars logs rereading settings small_files start_step text "
+        "tokenizer_files version"
     ),
 }
 #: A module's docstring. Parsing each file as a whole would take a second of each process that collects tests.

@@ -15,7 +15,10 @@ from typing import Any, Final, cast
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from hisparse.cli import main
+from hisparse.cli.kernels import ARCHITECTURES
 from kernels import compile as kernels_compile
 from kernels.cuda import header, jit, parameters, prompt_index, quantize, structures
 from kernels.cuda.attention import HEADS_TOGETHER, hopper_defines
@@ -384,6 +387,33 @@ def test_compiler_gets_no_header_that_a_key_leaves_out() -> None:
         assert f"{unit}.cuh" in jit.included(f'#include "{unit}.cuh"\n', jit.headers_of_kernels())
     with pytest.raises(InternalError, match="cannot open source file"):
         jit.compile_source('#define LAYOUT "layout.cuh"\n#include LAYOUT\n', "another", (), "sm_90")
+
+
+def test_build_fills_the_cache_with_what_workers_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by content: whatever the number of layers and of index groups, and the address of the pool."""
+    compiled: list[str] = []
+
+    def compile_tiny(unit: str, defines: jit.Defines, arch: str) -> jit.Compiled:
+        compiled.append(unit)
+        return jit.Compiled(b"a unit", ())
+
+    monkeypatch.setattr(jit, "compile_unit", compile_tiny)
+    monkeypatch.setenv("HISPARSE_KERNEL_CACHE", str(tmp_path / "kernels"))
+    built = CliRunner().invoke(main, ["kernels", "build", "--arch", "sm_90"])
+    assert built.exit_code == 0, built.output
+    assert f"units for sm_90 lie in {tmp_path / 'kernels'}: {len(compiled)} were compiled in" in built.output
+    assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o700
+    count = len(compiled)
+    assert ": 0 were compiled" in kernels_compile.build("sm_90")
+    for layers, row_bytes, key_bytes in ((61, 656, 132), (78, 656, 132), (61, 1152, 256), (78, 1152, 256)):
+        defines = jit.row_defines(Geometry(layers, row_bytes, tuple(range(layers)), key_bytes, 2048), 4096 * 1021)
+        units: list[tuple[str, jit.Defines]] = [(unit, defines) for unit in ("copy_rows", "rows")]
+        units += [("swap_in", (*defines, ("RANKS", ranks), ("DRAFT", draft))) for ranks in RANKS for draft in (0, 1)]
+        units += [("begin_step", (*defines, ("DRAFTS", draft))) for draft in (0, 1)]
+        for unit, needed in units:
+            jit.cached_unit(unit, needed, "sm_90", tmp_path / "kernels")
+    assert len(compiled) == count
+    assert ARCHITECTURES == kernels_compile.ARCHITECTURES
 
 
 def test_an_unwritable_cache_names_its_setting(tmp_path: Path, compiled: list[str]) -> None:

@@ -39,8 +39,8 @@ ALL_PANELS: Final = pytest.mark.parametrize(
 AGGREGATED: Final = re.compile(r"(sum|max|count)(\(| by)|histogram_quantile")
 #: The scrape interval of the test is half a second; scrapes that take longer fail.
 WINDOW: Final = "12s"
-#: Metrics of alerts without a sample until there is trouble, or a GPU.
-SILENT: Final = re.compile(r"hisparse_(audit_differences|worker_fence|group)_\w+")
+#: Metrics of alerts without a sample until there is trouble, a GPU, a standby or a keeper of weights.
+SILENT: Final = re.compile(r"hisparse_(audit_differences|worker_fence|group|worker_standbys|worker_weights)_\w+")
 
 
 # ---------------------------------------------------------------- the files

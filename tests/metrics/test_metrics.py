@@ -87,6 +87,7 @@ class World:
             reports_in_flight=lambda: 2,
             stopping=lambda: self.stopping,
             weights=lambda: {"keeper": 0.25},
+            weights_kept=lambda: 1.0,
             transfers=lambda: {"receiver": self.received},
         )
 
@@ -227,6 +228,7 @@ def test_worker_numbers_are_read_at_scrape_time() -> None:
     }
     assert values(after["hisparse_worker_memory_units"]) == {("chunks", "used"): 6, ("chunks", "free"): 4}
     assert values(after["hisparse_worker_weights_seconds"]) == {("keeper",): 0.25}
+    assert values(after["hisparse_worker_weights_kept"]) == {(): 1}
     assert values(after["hisparse_link_drops_total"]) == {("lost",): 2}
     assert values(after["hisparse_transfer_bytes_total"]) == {("receiver",): 500}
     assert values(after["hisparse_transfer_ended_early_total"]) == {("receiver",): 1}

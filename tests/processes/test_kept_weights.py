@@ -57,9 +57,10 @@ def test_a_killed_worker_maps_its_weights_and_a_killed_keeper_costs_one_loading(
         eventually(lambda: up.generated(held) > before)
         assert output(up) == expected
         keeper.kill()
+        assert "w0 goes on, and its next start loads weights once more" in up.until("w0-weights killed by SIGKILL")
         assert output(up) == expected, "of the worker that has mapped what its keeper had"
         kill_worker(up)
-        assert "w0 loads its weights once more" in up.until("weights kept for later workers")
+        up.until("weights kept for later workers")
         assert output(up) == expected
         kill_worker(up)
         up.until("weights attached")

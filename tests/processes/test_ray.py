@@ -20,7 +20,7 @@ import trio
 from basics.processes import process_of
 from basics.request_states import POISON_STRIKES
 from hisparse import Client, TokenStream, open_client
-from hisparse.cluster.keeper import open_admin
+from hisparse.cluster.supervision import open_admin
 from hisparse.ray.host import NodeReport
 from hisparse.ray.plan import RayOptions
 from hisparse.ray.remains import runs

@@ -9,7 +9,7 @@ import pytest
 
 from hisparse.client.client import Client
 from hisparse.client.connection import Connection
-from tools.faults.soak import IN_FLIGHT_S, VICTIMS, Load, pause_of, victims_of
+from tools.faults.soak import COMPANIONS, IN_FLIGHT_S, VICTIMS, Load, pause_of, victims_of
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -19,6 +19,11 @@ def test_seed_kills_all_processes_equally_often(seed: int) -> None:
     assert set(victims) == set(VICTIMS)
     assert victims == victims_of(20, random.Random(seed))
     assert victims != victims_of(20, random.Random(seed + 1))
+
+
+def test_companions_are_killed_as_often() -> None:
+    victims = victims_of(18, random.Random(1), VICTIMS + COMPANIONS)
+    assert Counter(Counter(victims).values()) == {2: 9}
 
 
 def test_pause_lasts_until_the_longest_waiting_stream_continues() -> None:

@@ -89,6 +89,60 @@ async def test_standby_takes_over_and_changes_no_output(model: Path, tmp_path: P
 
 
 @pytest.mark.deep
+async def test_standbys_of_a_group_take_over_together(model: Path, tmp_path: Path) -> None:
+    """I2, I5: all ranks have ended before any standby is ordered, and the group meets anew."""
+    prompts, config = prompts_of(17, REQUESTS), with_standbys(crash_config(model, tmp_path))
+    async with cluster_of_two(config, tmp_path, kept=True, group_size=2) as (cluster, client, said):
+        quiet, done = await decode_all(client, prompts, "quiet-"), trio.Event()
+
+        async def disturb() -> None:
+            waiting = {name: await until_ready(cluster, name) for name in ("w0", "w1")}
+            await until_decoding(client, "crashed-", "w0", 12)
+            killed = dict(cluster.workers)
+            killed["w0"].signal(signal.SIGKILL)
+            with trio.fail_after(LIMIT_S):
+                while any(cluster.workers[name] is killed[name] for name in killed):  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            assert {name: child.pid for name, child in cluster.workers.items()} == waiting
+            done.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disturb)
+            await again_until(done, partial(decode_all, client, prompts), quiet, "crashed-")
+        await until_all_connected(client, LIMIT_S)
+        assert await decode_all(client, prompts, "after-") == quiet
+        await assert_nothing_leaked(client)
+    assert "group g0 ended: w0 killed by SIGKILL; the standbys of its ranks take over in 0 s" in said
+
+
+@pytest.mark.deep
+async def test_a_standby_that_fails_as_it_takes_over_says_why(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its traceback is in its log, the reason in the line about its end; a plain start follows."""
+    plant(monkeypatch, "failing-loop", trigger := tmp_path / "fails")
+    config = with_standbys(crash_config(model, tmp_path))
+    async with cluster_of_two(config, tmp_path, kept=True) as (cluster, client, said):
+        took_over = await until_ready(cluster, "w0")
+        trigger.touch()
+        with trio.fail_after(LIMIT_S):
+            while not any(it.startswith("w0 ") and "; restarted in" in it for it in said):  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        trigger.unlink()
+        await until_all_connected(client, LIMIT_S)
+        await assert_nothing_leaked(client)
+    why = "w0 exited with 70: RuntimeError: planted in a turn"
+    assert [it for it in said if it.startswith("w0 ")][:2] == [
+        f"{why}; its standby takes over in 0 s",
+        f"{why}; restarted in 1 s",
+    ]
+    assert cluster.workers["w0"].pid != took_over
+    log = (tmp_path / "w0.log").read_text()
+    assert log.count("RuntimeError: planted") >= 2
+    assert "in fail" in log, "no traceback"
+
+
+@pytest.mark.deep
 async def test_poison_uses_up_standbys_and_is_failed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

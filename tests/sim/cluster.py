@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -69,6 +70,7 @@ from tests.sim.groups import RankRounds, SimGroup
 from tests.sim.links import FakeDealer, Latch, Network
 from tests.sim.oracle import MODEL, Truth
 from tests.sim.shape import PAGE_TOKENS, SHORT_RESTS, Shape
+from tests.sim.standbys import FakeStandby, SimStandbys
 from tests.sim.trace import Trace
 from tests.sim.transfer import Wire
 from worker.device.step_rows import StepRows
@@ -128,18 +130,18 @@ class TappedLinkState(LinkState):
 class WorkerProcess:
     """One life of one worker; as a rank, in one life of its `group`."""
 
-    def __init__(self, cluster: Cluster, name: str, node: str, pid: int, group: SimGroup | None = None) -> None:
-        self.name, self.node, self.pid, self.group = name, node, pid, group
+    def __init__(
+        self, cluster: Cluster, name: str, node: str, pid: int, pool: FakePool, group: SimGroup | None = None
+    ) -> None:
+        self.name, self.node, self.pid, self.pool, self.group = name, node, pid, pool, group
         rank = group.names.index(name) if group else 0
         self._hello_at = trio.current_time() + _draw_hello(group.rng) if group else None
         self.latch = Latch()
         self.exited = trio.Event()
         checker = cluster.checker
-        capacity = msgspec.structs.replace(
-            cluster.shape.capacity_of(name), pool_id=cluster.pools[node].id, sends=True, receives=True
-        )
+        capacity = msgspec.structs.replace(cluster.shape.capacity_of(name), pool_id=pool.id, sends=True, receives=True)
         self.address = f"{name}/{pid}"
-        receiver = cluster.wire.receiver(self.address, cluster.pools[node])
+        receiver = cluster.wire.receiver(self.address, pool)
         member = group.member(rank) if group else None
         identity = WorkerIdentity(name, node, pid, MODEL, capacity, receiver=self.address.encode(), member=member)
         self.outbox = TappedOutbox(pid * EPOCHS_PER_PROCESS, lambda report: checker.made(name, report))
@@ -148,7 +150,7 @@ class WorkerProcess:
         self.executor = FakeExecutor(
             pid,
             capacity,
-            cluster.pools[node],
+            pool,
             self.outbox,
             self.latch,
             random.Random(f"{cluster.seed} executor {pid}"),
@@ -358,6 +360,7 @@ class Cluster:
         self._group_lives = Counter[str]()
         self._exits: dict[int, trio.Event] = {}
         self._pids = 1000
+        self.standbys: SimStandbys | None = None
         self.deaths = 0
         self._boots = 0
         self._lives = 0
@@ -366,15 +369,17 @@ class Cluster:
 
     def start(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
+        ranks = {name for names in self.shape.groups.values() for name in names}
         for node in sorted(set(self.shape.workers.values())):
             self.boot(node)
         self.start_coordinator()
-        ranks = {name for names in self.shape.groups.values() for name in names}
         for name in self.shape.workers:
             if name not in ranks:
                 self.start_worker(name)
         for group in self.shape.groups:
             self.start_group(group)
+        if self.shape.has_standbys:
+            self.standbys = SimStandbys(self, [name for name in self.shape.workers if name not in ranks], nursery)
 
     def abandon(self) -> None:
         """The checker has seen enough."""
@@ -384,6 +389,20 @@ class Cluster:
 
     def boot(self, node: str) -> None:
         """A node that is new, or was booted anew: what its host memory held is gone, and every process on it."""
+        if self.standbys is not None:
+            for standby in self.standbys.waiting():
+                if standby.node == node:
+                    standby.signal(signal.SIGKILL)
+        self.renew_pool(node)
+
+    def damage_pool(self, node: str) -> None:
+        """The file of the pool is gone: the parent ends all that use it, but for a standby that takes over now."""
+        if self.standbys is not None:
+            self.standbys.real.kill()
+        self.renew_pool(node)
+
+    def renew_pool(self, node: str) -> None:
+        """End the workers of a node. The next one makes another pool."""
         for process in self.processes_of(node):
             process.kill()
         self._boots += 1
@@ -399,9 +418,18 @@ class Cluster:
         for worker in group.names:
             self.start_worker(worker, group)
 
-    def start_worker(self, name: str, group: SimGroup | None = None) -> None:
+    def next_pid(self) -> int:
         self._pids += 1
-        process = WorkerProcess(self, name, self.shape.workers[name], self._pids, group)
+        return self._pids
+
+    def take_over(self, standby: FakeStandby) -> None:
+        """The standby is a worker from here on."""
+        self.start_worker(standby.name, standby=standby)
+
+    def start_worker(self, name: str, group: SimGroup | None = None, *, standby: FakeStandby | None = None) -> None:
+        node, pid = self.shape.workers[name], self.next_pid() if standby is None else standby.pid
+        pool = self.pools[node] if standby is None else standby.pool_of(self.pools[node])
+        process = WorkerProcess(self, name, node, pid, pool, group)
         self._workers[process.pid] = process
         self._exits[process.pid] = process.exited
         self.trace.note(name, "starts", process.pid)
@@ -414,9 +442,9 @@ class Cluster:
             return
         process.latch.open()
         self.trace.note(process.name, "exits", process.pid)
-        self.pools[process.node].end_process(process.pid)
+        process.pool.end_process(process.pid)
         self.wire.end_process(process.address)
-        del self._workers[process.pid]
+        self._workers.pop(process.pid, None)
         if process.group is None:
             self.deaths += 1
         elif not process.group.is_ending:
@@ -426,8 +454,17 @@ class Cluster:
         await trio.sleep(self.rng.uniform(0.0, EXIT_SEEN_S))
         process.exited.set()
         if process.group is None:
+            await self.succeed(process.name)
+
+    async def succeed(self, name: str) -> None:
+        """The exit of the process that was worker `name` is proved: its standby takes over, or another one starts."""
+        if self.standbys is None or not self.standbys.real.take_over(name):
             await trio.sleep(self.rng.uniform(*RESTART_S))
-            self.start_worker(process.name)
+            self.start_worker(name)
+
+    def end_hung(self, process: WorkerProcess) -> None:
+        """The parent misses a worker: it is killed. What follows waits for its exit."""
+        process.kill()
 
     async def _end_group(self, group: SimGroup) -> None:
         """A rank is dead: the others end, each in its time, and a new life begins. One may linger, stopped at times."""

@@ -7,6 +7,7 @@ is not counted. `heal` ends all that has not ended by itself.
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
@@ -18,6 +19,7 @@ from protocol import messages
 from tests.sim.clients import SimClient, Workload
 from tests.sim.cluster import Cluster
 from tests.sim.links import Connection
+from tests.sim.standbys import FakeStandby
 from tests.sim.trace import Violation
 
 #: Faults in one run, and the seconds over which they are spread.
@@ -87,6 +89,9 @@ class Faults:
             (self._undrain, 1),
             (self._abort, 1),
             (self._look, 1),
+            (self._kill_standby, 2 if self._cluster.shape.has_standbys else 0),  # last: they change no other seed
+            (self._stop_standby, 1 if self._cluster.shape.has_standbys else 0),
+            (self._damage_pool, 0.5 if self._cluster.shape.has_standbys else 0),
         ]
 
     def heal(self) -> None:
@@ -119,6 +124,30 @@ class Faults:
         process = self._rng.choice(processes)
         process.kill()
         return process.name
+
+    def _standby(self) -> FakeStandby | None:
+        waiting = self._cluster.standbys.waiting() if self._cluster.standbys is not None else []
+        return self._rng.choice(waiting) if waiting else None
+
+    def _kill_standby(self) -> str | None:
+        if (standby := self._standby()) is None:
+            return None
+        standby.signal(signal.SIGKILL)
+        return standby.name
+
+    def _stop_standby(self) -> str | None:
+        """It does not hear its order, or late."""
+        if (standby := self._standby()) is None:
+            return None
+        seconds = self._rng.choice((0.5, 2.5, 10.0))
+        standby.latch.shut()
+        self._later(seconds, standby.latch.open)
+        return f"{standby.name} for {seconds} s"
+
+    def _damage_pool(self) -> str | None:
+        node = self._rng.choice(sorted(self._cluster.pools))
+        self._cluster.damage_pool(node)
+        return node
 
     def _boot_node(self) -> str | None:
         node = self._rng.choice(sorted(self._cluster.pools))

@@ -8,7 +8,6 @@ without one. A bug has several: a change of the product turns most seeds into ot
 from __future__ import annotations
 
 import json
-import random
 import sys
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -22,12 +21,15 @@ from tests.sim.group_mutants import GROUP_MUTANTS
 from tests.sim.mutants import MUTANTS
 from tests.sim.orders import (
     Order,
+    lose_a_pool_that_a_standby_has_attached_to,
     restart_before_a_turn,
+    stop_a_worker_whose_standby_is_ready,
     stop_a_worker_with_a_prompt_to_hand_over,
     stop_a_worker_with_a_staged_prompt,
 )
 from tests.sim.run import simulate
 from tests.sim.shape import Shape
+from tests.sim.standby_mutants import STANDBY_MUTANTS
 
 HINTS: Final = Path(__file__).with_suffix(".json")
 #: Seeds under faults by one of which each bug must be caught.
@@ -52,6 +54,8 @@ FAVOURED: Final[dict[str, tuple[str, ...]]] = {
 ORDERS: Final[dict[str, Order]] = {
     "forget_turns_with_the_coordinator": restart_before_a_turn,
     "prefill_again_what_a_lost_worker_had_staged": stop_a_worker_with_a_staged_prompt,
+    "take_over_before_the_exit_is_proved": stop_a_worker_whose_standby_is_ready,
+    "take_over_with_a_pool_that_is_gone": lose_a_pool_that_a_standby_has_attached_to,
     "take_the_prompt_of_a_worker_that_may_live": stop_a_worker_with_a_prompt_to_hand_over,
 }
 
@@ -81,6 +85,10 @@ def has_neighbours(shape: Shape) -> bool:
     prefilling = [name for name in shape.workers if shape.capacity_of(name).role == PREFILL]
     decoding = [name for name in shape.workers if shape.capacity_of(name).decodes]
     return any(shape.workers[one] == shape.workers[other] for one in prefilling for other in decoding)
+
+
+def has_standbys(shape: Shape) -> bool:
+    return shape.has_standbys and len(shape.workers) > sum(map(len, shape.groups.values()))
 
 
 def has_turns(shape: Shape) -> bool:
@@ -128,13 +136,15 @@ def seeds_of(name: str, *, roomy: bool = False) -> Iterator[int]:
     needs = None if roomy else NEEDS.get(name)
     if name in GROUP_MUTANTS:
         needs = has_groups
+    elif name in STANDBY_MUTANTS:
+        needs = has_standbys
     elif name in OF_DRAFTS:
         needs = has_drafts
     return (seed for seed in count() if needs is None or needs(shape_of(seed, roomy=roomy)))
 
 
 def shape_of(seed: int, *, roomy: bool = False) -> Shape:
-    return Shape.draw(random.Random(f"{seed} shape"), roomy=roomy)
+    return Shape.of_seed(seed, roomy=roomy)
 
 
 def search_hints(name: str) -> list[tuple[int, str]]:

@@ -31,6 +31,8 @@ LAG_S: Final = 0.1
 ORDER_S: Final = 10.0
 #: A worker that is stopped for so long is declared down, and goes on later.
 STOP_S: Final = 5.0
+#: What takes over from a worker whose pool is gone has this time to begin its requests anew.
+POOL_S: Final = 2.0
 
 
 async def restart_before_a_turn(cluster: Cluster, workload: Workload) -> None:
@@ -92,6 +94,31 @@ async def stop_a_worker_with_a_staged_prompt(cluster: Cluster, workload: Workloa
                 await _stop(process)
                 break
         await trio.sleep(LOOK_S)
+
+
+async def stop_a_worker_whose_standby_is_ready(cluster: Cluster, workload: Workload) -> None:
+    """Stop a worker that decodes for so long that its parent kills it."""
+    while True:
+        if (process := _with_standby(cluster)) is not None:
+            await _stop(process)
+        await trio.sleep(LOOK_S)
+
+
+async def lose_a_pool_that_a_standby_has_attached_to(cluster: Cluster, workload: Workload) -> None:
+    """Damage the pool of a worker that decodes, and later kill what has taken over."""
+    while True:
+        if (process := _with_standby(cluster)) is not None:
+            cluster.damage_pool(process.node)
+            await trio.sleep(POOL_S)
+            for successor in cluster.processes_of(process.node):
+                successor.kill()
+        await trio.sleep(LOOK_S)
+
+
+def _with_standby(cluster: Cluster) -> WorkerProcess | None:
+    """Return a worker that decodes and has a standby that is ready."""
+    ready = cluster.standbys.real.ready if cluster.standbys is not None else []
+    return next((it for entry, it in _on_workers(cluster) if entry.generated and it.name in ready), None)
 
 
 def _drop_rows(request_id: str, client: Client) -> Awaitable[object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
@@ -61,7 +60,7 @@ def simulate(
     alarms = Alarms()
     clock = alarms.clock
     trace = Trace(clock.current_time)
-    cluster = Cluster(seed, Shape.draw(random.Random(f"{seed} shape"), roomy=not faults), trace)
+    cluster = Cluster(seed, Shape.of_seed(seed, roomy=not faults), trace)
     tally: list[Faults] = []
 
     async def main() -> None:

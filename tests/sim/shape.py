@@ -21,6 +21,8 @@ SHORT_RESTS: Final = (1, 2, 5, 9)
 DRAFTS: Final = (0, 0, 0, 1, 2, 4)
 #: How many clusters have groups.
 GROUP_ODDS: Final = 0.25
+#: How many clusters have standbys.
+STANDBY_ODDS: Final = 0.25
 #: Nodes of the ranks of each group, and of a worker that holds the whole model.
 GROUPS: Final = (("n0 n0",), ("n0 n1",), ("n0 n0 n1",), ("n0 n0", "n0"), ("n0 n0", "n1"), ("n0 n0", "n0 n1"))
 
@@ -53,6 +55,7 @@ class Shape:
     is_roomy: bool = False
     draft_tokens: int = 0  # of all workers: the pages of one node have one form
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)  # their workers by rank
+    has_standbys: bool = False  # for workers that are no ranks
 
     def capacity_of(self, worker: str) -> WorkerCapacity:
         return msgspec.structs.replace(self.capacity, role=self.roles.get(worker, messages.BOTH))
@@ -65,6 +68,12 @@ class Shape:
             for one in self.workers
             for other in self.workers
         )
+
+    @classmethod
+    def of_seed(cls, seed: int, *, roomy: bool) -> Shape:
+        """Standbys are drawn apart: a seed without them has what it had before there were any."""
+        shape = cls.draw(random.Random(f"{seed} shape"), roomy=roomy)
+        return replace(shape, has_standbys=random.Random(f"{seed} standbys").random() < STANDBY_ODDS)
 
     @classmethod
     def draw(cls, rng: random.Random, *, roomy: bool) -> Shape:

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import InternalError
-from tests.sim import mutant_hints
-from tests.sim.group_mutants import SHOWN_CALM
+from tests.sim import group_mutants, mutant_hints, standby_mutants
 from tests.sim.mutant_hints import OF_DRAFTS, ORDERS, SEEDS_MAX, TIME_LIMIT, read_hints, search, seeds_of, verdict
 from tests.sim.mutants import MUTANTS
 from tests.sim.run import Result, simulate
 from tests.sim.trace import Trace, Violation
 
+#: Mutants that need no fault to show.
+SHOWN_CALM = group_mutants.SHOWN_CALM | standby_mutants.SHOWN_CALM
 #: Undisturbed seeds that a mutant must pass: the first in each run, the others in deep tests.
 CALM_SEEDS = 3
 #: Seeds with which each order is played without its bug.

@@ -22,7 +22,7 @@ import trio
 from hisparse.client.client import Client, open_client
 from hisparse.cluster import up
 from hisparse.cluster.children import Child, child_environ
-from hisparse.cluster.keeper import Keeper
+from hisparse.cluster.supervision import ProcessSupervisor
 from hisparse.cluster.up import Cluster, running_cluster
 from protocol.config import HostFacts, build, to_environ
 from protocol.messages import AuditRows, RequestRow
@@ -109,7 +109,8 @@ def plant(patched: pytest.MonkeyPatch, defect: str, trigger: Path) -> None:
         command = [sys.executable, "-m", "tests.support.planted", defect, "worker", "--die-with", str(os.getpid())]
         command += ["--as-standby"] if as_standby else []
         environ, log_path = child_environ() | to_environ(config), log_dir / f"{config.worker.name}.log"
-        return Child.start(config.worker.name, command, environ, log_path, takes_orders=as_standby)
+        name = config.worker.name
+        return Child.start(name, command, environ, log_path, takes_orders=as_standby, gives_reason=True)
 
     patched.setattr(up, "start_child", start_planted)
     patched.setenv(PLANTED_WHILE, str(trigger))
@@ -140,7 +141,7 @@ async def cluster_of_two(
         trio.open_nursery() as nursery,
     ):
         if kept:
-            nursery.start_soon(Keeper(cluster, said.append, lambda: None, standbys=cluster.standbys).run)
+            nursery.start_soon(ProcessSupervisor(cluster, said.append, lambda: None, standbys=cluster.standbys).run)
         yield cluster, client, said
         assert_audits_agreed(log_dir, await client.audit())
         nursery.cancel_scope.cancel()

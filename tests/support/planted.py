@@ -6,6 +6,7 @@ file named by PLANTED_WHILE exists. For drills: what an alert waits for is cause
     slow-steps   each decode step takes SLOW_S longer
     slow-units   each unit of a prompt takes SLOW_UNIT_S longer
     hang         the decode loop of a worker does not turn
+    failing-loop the decode loop of a worker raises RuntimeError
     lost-seat    a worker has one free seat less than the ledger says
     lone-rank    a worker says that it is one of two ranks of a group
     halted-trial a process in which a worker tries a grammar is stopped as soon as it starts. The file is gone then
@@ -94,6 +95,15 @@ def hang() -> None:
             time.sleep(POLL_S)
 
     before(Executor, "turn", wait)
+
+
+def failing_loop() -> None:
+    from worker.loop.executor import Executor
+
+    def fail() -> None:
+        raise RuntimeError("planted\nin a turn")
+
+    before(Executor, "turn", fail)
 
 
 def lost_seat() -> None:
@@ -212,6 +222,7 @@ DEFECTS: Final[dict[str, Callable[[], None]]] = {
     "slow-steps": slow_steps,
     "slow-units": slow_units,
     "hang": hang,
+    "failing-loop": failing_loop,
     "lost-seat": lost_seat,
     "lone-rank": lone_rank,
     "halted-trial": halted_trial,

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 import trio
 
-from hisparse.cluster.keeper import Keeper
+from hisparse.cluster.supervision import ProcessSupervisor
 from hisparse.cluster.up import Cluster, running_cluster
 from protocol.messages import Sampling
 from protocol.settings import Config
@@ -71,7 +71,7 @@ async def watched_cluster(path: Path) -> AsyncIterator[tuple[Cluster, Tmux]]:
     """Three workers with fifty requests, and `hisparse top` looking at them; what dies is restarted."""
     config = top_config(path)
     async with running_cluster(config, WORKERS, log_dir=path) as cluster, trio.open_nursery() as nursery:
-        nursery.start_soon(Keeper(cluster, lambda _: None, lambda: None).run)
+        nursery.start_soon(ProcessSupervisor(cluster, lambda _: None, lambda: None).run)
         async with cluster.client("test") as client:
             for number, prompt in enumerate(prompts_of(5, REQUESTS)):
                 sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)

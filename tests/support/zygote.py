@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import io
 import json
@@ -61,6 +62,9 @@ MODULE: Final = "-m"
 #: Of the check at start that rows of a batch are apart, which others test: a full one takes 0.7 s of CPU time.
 TRIALS: Final = 1
 JOB_BYTES_MAX: Final = 1 << 17
+#: Descriptors that a forked process is given; they are moved above PLACES_MAX before they come to their places.
+DESCRIPTORS_MAX: Final = 16
+PLACES_MAX: Final = 1_000
 
 
 class Zygote:
@@ -112,7 +116,7 @@ class Forked(subprocess.Popen[Any]):
         executable: object,
         preexec_fn: object,
         close_fds: object,
-        pass_fds: object,
+        pass_fds: Sequence[int],
         cwd: object,
         env: Mapping[str, str] | None,
         startupinfo: object,
@@ -128,8 +132,9 @@ class Forked(subprocess.Popen[Any]):
     ) -> None:
         new_session = bool(others[5])
         given = [fd if fd != -1 else place for place, fd in enumerate((p2cread, c2pwrite, errwrite))]
-        environ = os.environ if env is None else env
-        self.pid = zygote().fork(args, environ, given, cwd=str(cwd or os.getcwd()), new_session=new_session)
+        environ, places = os.environ if env is None else env, [0, 1, 2, *pass_fds]
+        how = {"cwd": str(cwd or os.getcwd()), "new_session": new_session, "places": places}
+        self.pid = zygote().fork(args, environ, [*given, *pass_fds], **how)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
@@ -168,7 +173,7 @@ def main() -> None:
 
     import coordinator.service  # noqa: F401
     import hisparse.cli
-    import hisparse.cluster.keeper
+    import hisparse.cluster.supervision
     import hisparse.cluster.up  # noqa: F401
     import tests.support.worker_rig  # noqa: F401
     import worker.group.group
@@ -199,7 +204,7 @@ def serve(connection: socket.socket) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
     with connection:
         while True:
-            job, descriptors, _, _ = socket.recv_fds(connection, JOB_BYTES_MAX, 3)
+            job, descriptors, _, _ = socket.recv_fds(connection, JOB_BYTES_MAX, DESCRIPTORS_MAX)
             if not job:
                 return
             ends = os.pipe()
@@ -240,7 +245,10 @@ def become(job: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
         ctypes.CDLL(None).prctl(children.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if job["new_session"]:
         os.setsid()
-    for place, number in enumerate(descriptors):
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD, PLACES_MAX) for number in descriptors]
+    for number in descriptors:
+        os.close(number)
+    for place, number in zip(job["places"], moved, strict=True):
         os.dup2(number, place)
         os.close(number)
     os.chdir(job["cwd"])

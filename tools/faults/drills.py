@@ -36,8 +36,11 @@ import trio
 import yaml
 
 from hisparse.client.client import Client, open_client
+from hisparse.cluster.children import stop_children
+from hisparse.cluster.weights import start_weight_keeper
 from protocol.errors import HiSparseError, WrongState
 from protocol.messages import Sampling
+from protocol.settings import ClusterSettings, Config, WorkerSettings
 from protocol.units import PAGE_TOKENS
 from tests import ROOT
 from tests.support import zygote
@@ -231,6 +234,14 @@ WRONG_COUNT: Final = Trouble(
 HANG: Final = Trouble(
     "HiSparseWorkerHangs", "a decode loop that stands still", "max(hisparse_worker_executor_silent_seconds)"
 )
+STANDBY_GONE: Final = Trouble(
+    "HiSparseStandbyMissing",
+    "a supervisor that says that the standby of its worker is gone",
+    "min(hisparse_worker_standbys_ready)",
+)
+KEEPER_DEAD: Final = Trouble(
+    "HiSparseWeightsNotKept", "SIGKILL to the keeper of a worker's weights", "min(hisparse_worker_weights_kept)"
+)
 LONE_RANK: Final = Trouble(
     "HiSparseGroupIncomplete",
     "a worker that says that it is one of two ranks",
@@ -344,6 +355,29 @@ async def wrong_count(path: Path) -> list[Sighting]:
     return it.sightings
 
 
+async def takeover(path: Path) -> list[Sighting]:
+    """A death of the worker would cost a whole start: its standby is gone, then the keeper of its weights."""
+    runtime_dir = path / "run"
+    runtime_dir.mkdir(mode=0o700)
+    settings = Config(ClusterSettings(runtime_dir=str(runtime_dir)), worker=WorkerSettings(name="w0"))
+    keeper = start_weight_keeper(settings, None)
+    try:
+        async with scene(path) as watched:
+            await watched.client.tell_standbys(["w0"], ["w0"])
+            await until(lambda: watched.server.query(f"{STANDBY_GONE.metric} == 1"))
+            await until(lambda: watched.server.query(f"{KEEPER_DEAD.metric} == 1"))
+            await watched.cause(partial(watched.client.tell_standbys, ["w0"], []), STANDBY_GONE)
+
+            async def end() -> None:
+                keeper.signal(signal.SIGKILL)
+
+            await watched.cause(end, KEEPER_DEAD)
+        return watched.sightings
+    finally:
+        await stop_children([keeper], 0)
+        keeper.close()
+
+
 async def lone_rank(path: Path) -> list[Sighting]:
     async with scene(path, defects={"worker": "lone-rank"}) as it, AsyncExitStack() as stack:
 
@@ -429,6 +463,7 @@ SCENES: Final[tuple[tuple[Play, tuple[Trouble, ...]], ...]] = (
     (front, (HTTP_ROOM_FULL, HTTP_SLOW, HTTP_DOWN)),
     (storm, (STORM,)),
     (wrong_count, (WRONG_COUNT,)),
+    (takeover, (STANDBY_GONE, KEEPER_DEAD)),
     (lone_rank, (LONE_RANK,)),
     (hang, (HANG,)),
     (slow_disk, (SLOW_DISK,)),

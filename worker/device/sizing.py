@@ -49,6 +49,7 @@ from protocol.sizing import smallest_chunks
 from protocol.units import CONTEXT_MAX_TOKENS, PAGE_TOKENS, managed_chunks, pages_for
 from worker.device.passes import PARTS_MAX, split_tokens
 from worker.device.step_rows import StepRows
+from worker.keeper.messages import GPU_SEGMENT_BYTES
 
 #: Share of the budget, bookkeeping aside, that the prefill slab takes at most.
 SLAB_SHARE = 0.5
@@ -183,18 +184,21 @@ def require_weights_fit(
     *,
     exchange_bytes: int = 0,
     prompt_bytes: int = 0,
+    is_kept: bool = False,
     remedy: str = "use a checkpoint in FP8, a smaller model, or a GPU with more memory",
 ) -> int:
     """Bytes of a device that weights, given by dtype, and the exchange of a group leave, those of prompt passes among
-    them.
+    them. `is_kept`: weights lie in the memory of a keeper, whose last piece is taken whole.
 
     Raises ConfigError with the sum when these and prompt passes leave none.
     """
-    needed = sum(weights.values()) + exchange_bytes + prompt_bytes
+    kept_bytes = GPU_SEGMENT_BYTES if is_kept else 0
+    needed = sum(weights.values()) + exchange_bytes + prompt_bytes + kept_bytes
     if needed >= device_bytes:
         parts = " + ".join(f"{size / 1e9:.1f} GB {name}" for name, size in weights.items())
         exchange = f" and the exchange {exchange_bytes / 1e9:.1f} GB" if exchange_bytes else ""
         exchange += f" and prompt passes {prompt_bytes / 1e9:.1f} GB" if prompt_bytes else ""
+        exchange += f" and the last piece of their keeper {kept_bytes / 1e9:.1f} GB" if is_kept else ""
         raise ConfigError(
             f"the weights take {sum(weights.values()) / 1e9:.1f} GB ({parts}){exchange} of {device_bytes / 1e9:.1f} "
             "GB, and KV needs some",

@@ -22,4 +22,5 @@ def require_own_user(connection: _Socket, uid: int | None = None) -> None:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(FORM))
     peer = int(struct.unpack(FORM, data)[1])
     if peer != (os.geteuid() if uid is None else uid):
-        raise ProtocolError("a process of another user", field="uid", value=peer)
+        remedy = "use a runtime directory of your own"
+        raise ProtocolError("a process of another user", field="uid", value=peer, remedy=remedy)

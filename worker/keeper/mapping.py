@@ -81,7 +81,12 @@ class HostMapping:
     def add(self, descriptor: int, *, writable: bool) -> None:
         self._descriptors.append(descriptor)
         if self.bytes == self._reserved:
-            raise CapacityError("more weights than this machine has memory", field="weights", value=self.bytes)
+            raise CapacityError(
+                "more weights than this machine has memory",
+                field="weights",
+                value=self.bytes,
+                remedy="use a smaller model, or one in FP8",
+            )
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         _map(self._address + self.bytes, HOST_SEGMENT_BYTES, access, mmap.MAP_SHARED | MAP_FIXED, descriptor)
         self.bytes += HOST_SEGMENT_BYTES
@@ -183,5 +188,10 @@ def make_mapping(device: torch.device) -> Mapping:
 def _map(address: int | None, size: int, access: int, flags: int, descriptor: int) -> int:
     found = _libc.mmap(address, size, access, flags, descriptor, 0)
     if found in (None, MAP_FAILED):
-        raise CapacityError(f"cannot be mapped: {os.strerror(ctypes.get_errno())}", field="weights", value=size)
+        raise CapacityError(
+            f"cannot be mapped: {os.strerror(ctypes.get_errno())}",
+            field="weights",
+            value=size,
+            remedy="raise the limits of the process (ulimit -v, vm.max_map_count)",
+        )
     return int(found)

@@ -54,6 +54,9 @@ from worker.keeper.segments import gpu_id
 
 #: For how long a keeper may not answer: it may initialize CUDA meanwhile.
 ANSWER_LIMIT_S: Final = 30.0
+#: Remedies of errors that end in a plain load.
+SAME_RELEASE: Final = "start `hisparse up` again, so that keeper and worker are of one release"
+NEXT_START: Final = "the worker's next start gets another keeper"
 
 log = logger("worker.keeper")
 
@@ -86,37 +89,34 @@ class KeeperLink:
     def receive(self, kind: type[_Message]) -> _Message:
         """The next message, which must be of `kind`. Raises OSError, ProtocolError, Unavailable."""
         message, descriptors = self._receive()
-        for descriptor in descriptors:
-            os.close(descriptor)
+        _close_all(descriptors)
         if not isinstance(message, kind):
-            raise ProtocolError("unexpected answer", field="keeper", value=type(message).__name__)
+            raise ProtocolError("unexpected answer", field="keeper", value=type(message).__name__, remedy=SAME_RELEASE)
         return message
 
     def receive_segment(self) -> int:
         """The descriptor of a segment, which the caller closes. Raises as `receive`."""
         message, descriptors = self._receive()
         if not isinstance(message, SegmentGiven) or len(descriptors) != 1:
-            raise ProtocolError("no segment", field="keeper", value=type(message).__name__)
+            _close_all(descriptors)
+            raise ProtocolError("no segment", field="keeper", value=type(message).__name__, remedy=SAME_RELEASE)
         return descriptors[0]
 
     def close(self) -> None:
         self._socket.close()
 
     def _receive(self) -> tuple[FromKeeper, list[int]]:
-        data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES_MAX, 1)
-        if not data:
-            raise Unavailable("has gone", field="keeper", value=os.getpid())
+        data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
         try:
-            message = decode_keeper(data)
-        except msgspec.MsgspecError as error:  # of another release
-            raise ProtocolError(f"not readable: {error}", field="keeper", value=f"{len(data)} bytes") from error
-        if isinstance(message, KeeperRefuses):
-            raise Unavailable(message.reason, field="keeper", value=os.getpid())
-        return message, descriptors
+            return _read(data), descriptors
+        except HiSparseError:
+            _close_all(descriptors)
+            raise
 
 
 class KeptMemory:
-    """Memory of a keeper, as worker.weights.memory.WeightMemory. Made by `find_memory`."""
+    """Memory of a keeper, as worker.weights.memory.WeightMemory. Made by `find_memory`. `is_kept`: the next worker
+    finds it filled."""
 
     def __init__(self, link: KeeperLink, identity: WeightsIdentity, device: torch.device) -> None:
         self._link, self._identity, self._device = link, identity, device
@@ -125,7 +125,7 @@ class KeptMemory:
         self._rows: dict[str, KeptTensor] = {}
         self._used_bytes = self._tensors = 0
         self._is_lost = False
-        self.is_filled = False
+        self.is_filled = self.is_kept = False
 
     @property
     def source(self) -> str:
@@ -158,7 +158,9 @@ class KeptMemory:
         size = prod(shape) * dtype.itemsize
         begin = -(-self._used_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if name in self._rows:
-            raise ProtocolError("two tensors of one name", field="weights", value=name)
+            raise ProtocolError(
+                "two tensors of one name", field="weights", value=name, remedy="turn worker.keeper off, and report it"
+            )
         if not self._has_room(begin + size):
             return torch.empty(shape, dtype=dtype, device=self._device)
         self._rows[name] = KeptTensor(name, _name(dtype), shape, begin)
@@ -177,12 +179,19 @@ class KeptMemory:
             if self._rows:
                 raise self._differs(next(iter(self._rows)), "is kept, and the model has none")
             self._link.close()
+            self.is_kept = True
             log.info("weights attached", extra=fields(bytes=self._used_bytes, **self._about()))
         elif not self._is_lost:
             try:
                 if (digest := checkpoint()) != self._identity.checkpoint:
-                    raise Unavailable("its files have changed meanwhile", field="checkpoint", value=digest)
+                    raise Unavailable(
+                        "its files have changed meanwhile",
+                        field="checkpoint",
+                        value=digest,
+                        remedy="start the worker again once they are written",
+                    )
                 self._seal()
+                self.is_kept = True
                 log.info("weights kept for later workers", extra=fields(bytes=self._used_bytes, **self._about()))
             except (OSError, HiSparseError) as error:
                 self._lose(error)
@@ -280,6 +289,25 @@ def find_memory(path: Path | None, identity: WeightsIdentity, device: torch.devi
         link.close()
         log.warning("no keeper of weights", extra=fields(path=path, cause=error))
         return None
+
+
+def _read(data: bytes) -> FromKeeper:
+    """Decode a message. Raises ProtocolError, and Unavailable where the keeper refuses or has gone."""
+    if not data:
+        raise Unavailable("the keeper has gone", field="keeper", value=os.getpid(), remedy=NEXT_START)
+    try:
+        message: FromKeeper = decode_keeper(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        size = f"{len(data)} bytes"
+        raise ProtocolError(f"not readable: {error}", field="keeper", value=size, remedy=SAME_RELEASE) from error
+    if isinstance(message, KeeperRefuses):
+        raise Unavailable(message.reason, field="keeper", value=os.getpid(), remedy="see the keeper's log")
+    return message
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _name(dtype: torch.dtype) -> str:

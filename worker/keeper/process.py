@@ -66,6 +66,9 @@ IDLE_S: Final = 10.0
 TURN_S: Final = 5.0
 #: Of a reason in KeeperRefuses.
 REASON_CHARS_MAX: Final = 500
+#: Remedies.
+ONLY_WORKERS: Final = "let workers of the same release alone connect"
+WITHOUT: Final = "turn worker.keeper off"
 
 log = logger("worker.keeper")
 
@@ -124,7 +127,12 @@ class WeightKeeper:
         try:
             require_own_user(connection, self._uid)
             if self._connections > CONNECTIONS_MAX:
-                raise ProtocolError("too many processes at a time", field="connections", value=self._connections)
+                raise ProtocolError(
+                    "too many processes at a time",
+                    field="connections",
+                    value=self._connections,
+                    remedy=f"let {CONNECTIONS_MAX} at most connect",
+                )
             while (message := await self._receive(connection)) is not None:
                 await self._take(connection, message)
         except HiSparseError as error:
@@ -138,15 +146,18 @@ class WeightKeeper:
         with trio.fail_after(math.inf if self._fills else IDLE_S):
             data, _, flags, _ = await connection.recvmsg(MESSAGE_BYTES_MAX)
         if flags & socket.MSG_TRUNC:
-            raise ProtocolError("longer than any message", field="message", value=f"over {MESSAGE_BYTES_MAX} bytes")
+            size = f"over {MESSAGE_BYTES_MAX} bytes"
+            raise ProtocolError("longer than any message", field="message", value=size, remedy=ONLY_WORKERS)
         if flags & socket.MSG_CTRUNC:
-            raise ProtocolError("brings a descriptor", field="message", value=f"{len(data)} bytes")
+            size = f"{len(data)} bytes"
+            raise ProtocolError("brings a descriptor", field="message", value=size, remedy=ONLY_WORKERS)
         if not data:
             return None
         try:
             message: FromWorker = decode_worker(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"not readable: {error}", field="message", value=f"{len(data)} bytes") from error
+            size = f"{len(data)} bytes"
+            raise ProtocolError(f"not readable: {error}", field="message", value=size, remedy=ONLY_WORKERS) from error
         return message
 
     @property
@@ -160,15 +171,17 @@ class WeightKeeper:
             return
         kept = self._kept
         if not self._fills or kept is None or kept.is_sealed:
-            raise ProtocolError("out of order", field="message", value=type(message).__name__)
+            raise ProtocolError("out of order", field="message", value=type(message).__name__, remedy=ONLY_WORKERS)
         if isinstance(message, GrowWeights):
             if kept.bytes >= WEIGHTS_BYTES_MAX:
-                raise ProtocolError("more memory than any model has", field="segments", value=len(kept.segments))
+                held = len(kept.segments)
+                raise ProtocolError("more memory than any model has", field="segments", value=held, remedy=WITHOUT)
             kept.segments.append(await trio.to_thread.run_sync(make_segment, kept.identity.device))
             await _give(connection, kept.segments[-1], writable=True)
         elif isinstance(message, KeptTensors):
             if len(kept.tensors) + len(message.rows) > TENSORS_MAX:
-                raise ProtocolError("more tensors than any model has", field="tensors", value=len(kept.tensors))
+                held = len(kept.tensors)
+                raise ProtocolError("more tensors than any model has", field="tensors", value=held, remedy=WITHOUT)
             kept.tensors += message.rows
         elif isinstance(message, SealWeights):
             for segment in kept.segments:
@@ -182,11 +195,16 @@ class WeightKeeper:
             with trio.move_on_after(TURN_S) as scope:
                 await self._turn.acquire()
             if scope.cancelled_caught:
-                raise ProtocolError("another process fills these weights", field="weights", value="not whole")
+                raise ProtocolError(
+                    "another process fills these weights",
+                    field="weights",
+                    value="not whole",
+                    remedy="give each worker a name of its own",
+                )
         kept = self._kept
         differences = kept.identity.differences(ask.identity) if kept is not None else []
         if kept is not None and not kept.is_sealed:
-            raise ProtocolError("out of order", field="message", value="ask")
+            raise ProtocolError("out of order", field="message", value="ask", remedy=ONLY_WORKERS)
         if kept is not None and not differences and not ask.replaces:
             self._turn.release()  # any number of processes may map what is sealed
             await self._give_all(connection, kept)
@@ -206,7 +224,12 @@ class WeightKeeper:
             await _send(connection, message)
         for segment in segments:
             if self._kept is not kept:
-                raise ProtocolError("was replaced meanwhile", field="weights", value=kept.identity.checkpoint)
+                raise ProtocolError(
+                    "was replaced meanwhile",
+                    field="weights",
+                    value=kept.identity.checkpoint,
+                    remedy="give each worker a name of its own",
+                )
             await _give(connection, segment, writable=False)
 
     def _let_go(self) -> None:

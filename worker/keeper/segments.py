@@ -53,7 +53,12 @@ class HostSegment:
         try:
             fcntl.fcntl(self._file, F_ADD_SEALS, SEALS)
         except OSError as error:
-            raise Unavailable("weights are still mapped for writing", field="weights", value=os.getpid()) from error
+            raise Unavailable(
+                "weights are still mapped for writing",
+                field="weights",
+                value=os.getpid(),
+                remedy="map them for reading before they are sealed",
+            ) from error
 
     def close(self) -> None:
         os.close(self._file)
@@ -67,7 +72,12 @@ class GpuSegment:
         try:
             self._handle = call(self._driver.cuMemCreate, segment_bytes(gpu), self._properties, 0)
         except Unavailable as error:
-            raise CapacityError(f"no room for weights: {error}", field="worker.device", value=gpu) from error
+            raise CapacityError(
+                f"no room for weights: {error}",
+                field="worker.device",
+                value=gpu,
+                remedy="end what else runs on the GPU, or use a smaller model",
+            ) from error
 
     def export(self, *, writable: bool) -> int:
         kind = self._driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -100,7 +110,12 @@ def driver() -> Any:
     try:
         call(found.cuInit, 0)
     except RuntimeError as problem:  # there is no library of the driver
-        raise Unavailable(f"no CUDA driver: {problem}", field="worker.device", value="cuda") from problem
+        raise Unavailable(
+            f"no CUDA driver: {problem}",
+            field="worker.device",
+            value="cuda",
+            remedy="install the driver of NVIDIA, or use worker.device=cpu",
+        ) from problem
     return found
 
 
@@ -123,12 +138,14 @@ def _allocation(gpu: str) -> tuple[Any, Any]:
             kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
             properties.requestedHandleTypes = kind
             return cuda, properties
-    raise Unavailable("no such GPU here", field="worker.device", value=gpu)
+    remedy = "let keeper and worker see the same GPUs (CUDA_VISIBLE_DEVICES)"
+    raise Unavailable("no such GPU here", field="worker.device", value=gpu, remedy=remedy)
 
 
 def call(function: Any, *arguments: Any) -> Any:
     """The result of a call of the driver. Raises Unavailable that names function and status."""
     status, *results = function(*arguments)
     if int(status) != 0:
-        raise Unavailable(f"{function.__name__}: {status!r}", field="cuda", value=int(status))
+        remedy = "see the kernel's log for an Xid, and nvidia-smi for what holds the GPU"
+        raise Unavailable(f"{function.__name__}: {status!r}", field="cuda", value=int(status), remedy=remedy)
     return results[0] if len(results) == 1 else tuple(results)

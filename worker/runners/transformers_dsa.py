@@ -172,6 +172,7 @@ class TransformersRunner:
         self.after_index_topk = after_index_topk
         self.matmul = matmul
         self.weights_seconds: dict[str, float] = {}  # for how long they were loaded, by where they were found
+        self.weights_are_kept = False  # by a keeper, for the next worker
         self._layers = layers = Layers(
             model, geometry, deterministic=deterministic_seats > 0, exchange=exchange, share=share, memory=memory
         )
@@ -254,6 +255,7 @@ class TransformersRunner:
                         deterministic=deterministic_seats > 0,
                         quantized=products.quantizes_rows,
                     ),
+                    is_kept=memory is not None and not memory.is_filled,
                 )
             model = load_model(
                 path,
@@ -297,6 +299,7 @@ class TransformersRunner:
         runner.release_unused()
         if memory is not None:
             memory.finish(partial(weights_digest, path))
+            runner.weights_are_kept = memory.is_kept
         found = "checkpoint" if memory is None else memory.source
         runner.weights_seconds[found] = time.monotonic() - began
         log.info(

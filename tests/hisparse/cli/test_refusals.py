@@ -361,9 +361,6 @@ CASES: Final[dict[str, Case]] = {
     "group named for up": Case(
         "up --model {tmp}/tiny --set worker.group=g7 --set worker.group_rank=0", 8, "and pass --group-size", given=tiny
     ),
-    "standby of a rank": Case(
-        "up --model {tmp}/tiny -n 2 --group-size 2 --set worker.standby=1", 8, "(set it to 0 or auto)", given=tiny
-    ),
     "two standbys": Case("up --model {tmp}/tiny --set worker.standby=2", 8, "not from 0 to 1 (use 0 to 1)", given=tiny),
     "group on one GPU": Case(
         "up --model {tmp}/tiny -n 2 --group-size 2 --device cuda:0 --set worker.stream_backend=cuda "

@@ -16,7 +16,9 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from hisparse.cluster.children import Child, child_environ, die_with_parent, exit_text, stop_children, wait_all
+from protocol.end_reason import REASON_CHARS_MAX
 from protocol.errors import Unavailable
+from tests import ROOT
 from tests.support.limits import HANG_LIMIT_S
 
 IGNORES_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -58,6 +60,26 @@ def test_child_has_the_folder_of_kernels_and_no_setting(monkeypatch: pytest.Monk
     environ = child_environ()
     assert {name for name in environ if name.startswith("HISPARSE_")} == {"HISPARSE_KERNEL_CACHE"}
     assert environ["HISPARSE_KERNEL_CACHE"] == "/var/cache/kernels"
+
+
+GIVES_REASON = (
+    "import sys; from protocol.end_reason import *; from protocol.errors import Unavailable; "
+    "leave_reasons_at(int(sys.argv[-1])); error = {}; error.add_note('in a step'); leave_reason(error); sys.exit(3)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("ValueError('no\\n  memory')", "ValueError: no memory; in a step"),
+        ("Unavailable('gone', field='peer', value=3, remedy='start it')", "peer=3: gone (start it); in a step"),
+        ("ValueError('x' * 10_000)", "ValueError: " + "x" * (REASON_CHARS_MAX - 12)),
+    ],
+)
+async def test_the_reason_of_an_end_is_told(children: list[Child], error: str, reason: str) -> None:
+    command, environ = [sys.executable, "-c", GIVES_REASON.format(error)], os.environ | {"PYTHONPATH": str(ROOT)}
+    children.append(child := Child.start("child", command, environ, gives_reason=True))
+    assert child.end_text(await child.wait()) == f"exited with 3: {reason}"
 
 
 async def test_exit_is_seen_by_all_waiters_at_once(children: list[Child]) -> None:

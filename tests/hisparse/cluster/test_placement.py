@@ -12,6 +12,7 @@ from protocol.config import HostFacts, build, to_environ
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 from protocol.units import BLOCK_TOKENS_MAX
+from worker.keeper.messages import GPU_SEGMENT_BYTES
 from worker.weights.shares import rank_bytes
 from worker.weights.synth import published_config
 
@@ -51,10 +52,10 @@ def test_a_worker_has_a_standby_on_a_gpu_or_if_asked_for(asked: Any, device: str
     assert [it.standby for it in placed(2, settings)] == [standbys] * 2
 
 
-def test_ranks_have_no_standby() -> None:
-    assert [it.standby for it in placed(2, group_size=2, gpus=2)] == [0, 0]
-    with pytest.raises(ConfigError, match=r"worker\.standby=1: ranks of a group have no standby"):
-        placed(2, msgspec.structs.replace(GPU, standby=1), group_size=2, gpus=2)
+def test_ranks_have_standbys_if_asked_for() -> None:
+    for asked, standbys in (("auto", 0), (1, 1)):
+        ranks = placed(2, msgspec.structs.replace(GPU, standby=asked), group_size=2, gpus=2)
+        assert [it.standby for it in ranks] == [standbys] * 2
 
 
 def test_a_worker_reads_the_same_settings_from_its_environment() -> None:
@@ -117,6 +118,16 @@ def test_memory_for_kv_counts_where_it_is_set() -> None:
     assert choose_group_size(msgspec.structs.replace(GPU, device_mem="21GB"), 8, gpus, DEEPSEEK) == 8
 
 
+def test_the_last_piece_of_a_keeper_is_counted() -> None:
+    """A keeper takes memory in whole pieces."""
+    held = rank_bytes(*DEEPSEEK, 4, BLOCK_TOKENS_MAX, pass_tokens=GPU.pass_tokens).total
+    gpus = [held + GPU_SEGMENT_BYTES] * 8
+    assert choose_group_size(GPU, 8, gpus, DEEPSEEK) == 8
+    assert choose_group_size(msgspec.structs.replace(GPU, keeper=False), 8, gpus, DEEPSEEK) == 4
+    with pytest.raises(ConfigError, match=r"and the last piece of their keeper 0\.1 GB of"):
+        choose_group_size(GPU, 4, [held + GPU_SEGMENT_BYTES] * 4, DEEPSEEK)
+
+
 def test_drafts_take_memory_for_the_draft_layer() -> None:
     gpus = [rank_bytes(*DEEPSEEK, 4, BLOCK_TOKENS_MAX, pass_tokens=GPU.pass_tokens).total + 2_000_000_000] * 8
     assert choose_group_size(GPU, 8, gpus, DEEPSEEK) == 4
@@ -128,7 +139,10 @@ def test_too_few_gpus_are_refused_with_the_arithmetic() -> None:
         choose_group_size(GPU, 4, [H200] * 4, DEEPSEEK)
     assert (refused.value.field, refused.value.value) == ("group-size", "4")
     assert "the weights take 184.5 GB" in refused.value.message
-    assert "and the exchange 0.8 GB and prompt passes 3.2 GB of 141.0 GB" in refused.value.message
+    assert (
+        "and the exchange 0.8 GB and prompt passes 3.2 GB and the last piece of their keeper 0.1 GB of 141.0 GB"
+        in refused.value.message
+    )
     assert "start 8 workers, which fit as one group" in refused.value.remedy
 
 

@@ -15,9 +15,10 @@ import trio.testing
 
 from hisparse.cluster import restarts, standbys
 from hisparse.cluster.children import Child
-from hisparse.cluster.keeper import COORDINATOR, Keeper
 from hisparse.cluster.standbys import Standbys
-from tests.hisparse.cluster.test_keeper import CHILDREN_LIMIT_S, SLEEP, FakeCluster, clusters, row
+from hisparse.cluster.supervision import COORDINATOR, ProcessSupervisor
+from protocol.start_step import STANDBY
+from tests.hisparse.cluster.test_supervision import CHILDREN_LIMIT_S, SLEEP, FakeCluster, clusters, row
 
 __all__ = ["clusters"]
 
@@ -150,12 +151,15 @@ async def test_an_order_that_is_not_heard_is_noticed_once(nodes: list[FakeNode])
 
 
 class WithStandbys(FakeCluster):
-    """A coordinator and a worker w0, with the standbys of `node`."""
+    """A coordinator and a worker w0, or the ranks of a group, with the standbys of `node`."""
 
-    def __init__(self, runtime_dir: Path, lives: list[str], node: FakeNode) -> None:
-        super().__init__(runtime_dir, {COORDINATOR: [SLEEP], "w0": lives})
-        node.standbys = Standbys(["w0"], node.start, self._place)
-        self.keeper = Keeper(self, node.said.append, lambda: None, standbys=node.standbys)
+    def __init__(self, runtime_dir: Path, lives: list[str], node: FakeNode, ranks: tuple[str, ...] = ()) -> None:
+        names = ranks or ("w0",)
+        super().__init__(
+            runtime_dir, {COORDINATOR: [SLEEP], **dict.fromkeys(names, lives)}, {"g0": ranks} if ranks else None
+        )
+        node.standbys = Standbys(names, node.start, self._place)
+        self.supervisor = ProcessSupervisor(self, node.said.append, lambda: None, standbys=node.standbys)
 
     def _place(self, name: str, child: Child) -> None:
         self.by_name[name] = child
@@ -164,9 +168,10 @@ class WithStandbys(FakeCluster):
     async def kept(self) -> AsyncIterator[None]:
         with trio.fail_after(CHILDREN_LIMIT_S):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.keeper.run)
+                nursery.start_soon(self.supervisor.run)
                 await trio.testing.wait_all_tasks_blocked()
-                self.keeper._watch.answered([row(5)], trio.current_time())
+                rows = [row(5, worker=name) for name in self.by_name if name != COORDINATOR]
+                self.supervisor._watch.answered(rows, trio.current_time())
                 yield
                 nursery.cancel_scope.cancel()
 
@@ -192,13 +197,38 @@ async def test_the_order_comes_once_the_exit_of_the_worker_is_proved(
     assert "w0 killed by SIGKILL; its standby takes over in 0 s" in node.said
 
 
+@pytest.mark.parametrize("whole", [True, False])
+async def test_standbys_of_a_group_take_over_together_once_all_ranks_have_ended(
+    tmp_path: Path, clusters: list[FakeCluster], nodes: list[FakeNode], whole: bool
+) -> None:
+    """I2: a rank that lingers may write. Where one rank has no standby, all start again."""
+    nodes.append(node := FakeNode(*[OBEYS] * 4))
+    clusters.append(cluster := WithStandbys(tmp_path, [SLEEP] * 2, node, ranks=("w0", "w1")))
+    first = dict(cluster.by_name)
+    async with cluster.kept():
+        await until(lambda: sorted(node.standbys.ready) == ["w0", "w1"])
+        waiting = dict(node.standbys.children)
+        if not whole:
+            waiting["w1"].signal(signal.SIGKILL)
+            await until(lambda: not node.standbys.has("w1"))
+        first["w0"].signal(signal.SIGKILL)
+        await until(lambda: not first["w0"].running)
+        assert all(child.step == STANDBY for name, child in waiting.items() if whole or name == "w0")
+        first["w1"].signal(signal.SIGKILL)
+        await until(lambda: all(cluster.by_name[name] is not first[name] for name in ("w0", "w1")))
+        taken = {name for name in ("w0", "w1") if cluster.by_name[name] is waiting[name]}
+    assert taken == ({"w0", "w1"} if whole else set())
+    what = "the standbys of its ranks take over in 0 s" if whole else "all of its ranks are restarted in 0.5 s"
+    assert f"group g0 ended: w0 killed by SIGKILL; {what}" in node.said
+
+
 async def test_a_takeover_counts_as_a_restart(
     tmp_path: Path, clusters: list[FakeCluster], nodes: list[FakeNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that dies at once takes one standby, and then the pauses of restarts."""
     monkeypatch.setattr(restarts, "RESTARTS_MAX", 3)
     monkeypatch.setattr(restarts, "RESTART_PAUSE_MIN_S", 0.01)
-    monkeypatch.setattr(Keeper, "_served_s", lambda *_: 0.0)
+    monkeypatch.setattr(ProcessSupervisor, "_served_s", lambda *_: 0.0)
     dies = "import os; os.kill(os.getpid(), 9)"
     nodes.append(node := FakeNode(*[OBEYS.replace("time.sleep(60)", "os.kill(os.getpid(), 9)")] * 2))
     clusters.append(cluster := WithStandbys(tmp_path, [SLEEP, dies, dies], node))

@@ -19,8 +19,8 @@ import trio
 from hisparse.cluster import children as children_module
 from hisparse.cluster import group_end, restarts, up
 from hisparse.cluster.children import Child, stop_children
-from hisparse.cluster.keeper import COORDINATOR, Kept
 from hisparse.cluster.starting import started
+from hisparse.cluster.supervision import COORDINATOR, Supervised
 from hisparse.cluster.up import running_cluster
 from hisparse.console import options
 from protocol.config import HostFacts, build
@@ -37,7 +37,7 @@ from protocol.errors import (
 )
 from protocol.settings import Config
 from tests import ROOT
-from tests.hisparse.cluster.test_keeper import FakeCluster
+from tests.hisparse.cluster.test_supervision import FakeCluster
 from tests.support import zygote
 from worker.runners.tiny import write_tiny_checkpoint
 
@@ -193,7 +193,7 @@ async def test_a_group_that_never_completes_leaves_nothing_running(
         running.append(child)
         return child
 
-    async def limited(kept: Kept, names: Sequence[str], ready: Any, limit_s: float, report: Any) -> None:
+    async def limited(kept: Supervised, names: Sequence[str], ready: Any, limit_s: float, report: Any) -> None:
         """The limit is that of the ranks."""
         await until_ready(kept, names, ready, limit_s if len(names) > 1 else LIMIT_S, report)
 

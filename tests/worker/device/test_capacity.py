@@ -37,6 +37,7 @@ from worker.device.capacity import MemoryPlan, plan
 from worker.device.passes import PARTS_MAX
 from worker.device.sizing import DEVICE_SHARE, STANDBY_DEVICE_BYTES, STEP_SHARE, Sizing, auto_budget, size_worker
 from worker.group.exchange import Alike, Exchange
+from worker.keeper.messages import GPU_SEGMENT_BYTES
 from worker.loop.reuse import WARM_UP_STEPS
 from worker.loop.selections import TraceSizes, encode, encode_head
 from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensions
@@ -371,7 +372,7 @@ def test_a_whole_gpu_is_weights_and_nine_tenths_of_the_rest(tmp_path: Path, fami
     found = json.loads(size(published(tmp_path, family), *WHOLE, "--gpu-mem", "1TB", "--json"))
     assert abs(found["weights_bytes_per_gpu"] - weights) < 1_000_000
     assert sum(found["weights_bytes_by_dtype"].values()) == found["weights_bytes_per_gpu"]
-    left = parse_size("1TB", "") - found["weights_bytes_per_gpu"] - STANDBY_DEVICE_BYTES
+    left = parse_size("1TB", "") - found["weights_bytes_per_gpu"] - STANDBY_DEVICE_BYTES - GPU_SEGMENT_BYTES
     budget = int(left * DEVICE_SHARE)
     assert found["settings"]["device_mem"] == str(budget)
     assert found["seats_per_gpu"] == found["recommended"]["batch"] > 0
@@ -396,7 +397,7 @@ def test_weights_beyond_the_gpu_are_refused_with_the_sum(tmp_path: Path) -> None
     assert refused.exit_code == 8
     said = " ".join(refused.output.split())
     assert "the weights take 675.1 GB (668.9 GB float8_e4m3fn + 6.0 GB bfloat16 + 0.2 GB float32)" in said
-    assert "and prompt passes 2.6 GB of 141.0 GB" in said
+    assert "and prompt passes 2.6 GB and the last piece of their keeper 0.1 GB of 141.0 GB" in said
 
 
 def test_a_refusal_names_the_size_of_a_group_that_fits(tmp_path: Path) -> None:
@@ -418,7 +419,7 @@ def test_eight_gpus_of_141_gb_hold_671_billion_parameters(tmp_path: Path) -> Non
     rows, hidden, choices = BLOCK_TOKENS_MAX, 7168, 8
     exchange = rows * (9 * (2 * hidden + 8 * choices) + 8 * 2 * 2 * hidden)
     assert found["exchange_bytes_per_gpu"] == exchange_bytes(model, "bfloat16", 8, rows) == exchange
-    left = parse_size("141GB", "") - found["weights_bytes_per_gpu"] - exchange
+    left = parse_size("141GB", "") - found["weights_bytes_per_gpu"] - exchange - GPU_SEGMENT_BYTES
     prompts = prompt_scratch_bytes(model, rows, WorkerSettings().pass_tokens, ranks=8)
     assert found["prompt_bytes_per_gpu"] == prompts
     assert found["settings"]["device_mem"] == str(auto_budget(left, prompts)) == str(int((left - prompts) * STEP_SHARE))
@@ -550,7 +551,7 @@ def tiny(run_dir: Path) -> Path:
          "--host-mem 1GB --device-mem 1TiB --context 1k"),
         ("--host-mem 1GB --gpu-mem lots --context 1k", 8, f"--gpu-mem=lots: not a size ({SIZE_WORDS})",
          "--host-mem 1gb --gpu-mem 2gib --context 1k"),
-        ("--host-mem 1GB --gpu-mem 1214MB --context 16k", 8, "--gpu-mem=1214MB: leaves 0 slab pages",
+        ("--host-mem 1GB --gpu-mem 1348MB --context 16k", 8, "--gpu-mem=1348MB: leaves 0 slab pages",
          "--host-mem 1GB --gpu-mem 2GB --context 16k"),
         ("--host-mem 1GB --gpu-mem 5MB --context 16k", 8, "--gpu-mem=5MB: the weights take", ""),
         ("--host-mem 1GB --gpu-mem 2GB --context 1x", 2, "'1x' is no number of tokens from 1 to 2147483647", ""),

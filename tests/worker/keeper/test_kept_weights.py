@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from protocol.errors import HiSparseError
 from protocol.settings import WorkerSettings
 from tests import ROOT
 from tests.support.keeper_rig import IDENTITY, keeping
 from worker.keeper import credentials
 from worker.keeper import memory as kept_memory
-from worker.keeper.memory import KeptMemory, TableDiffersError, find_memory
+from worker.keeper.memory import KeeperLink, KeptMemory, TableDiffersError, find_memory
+from worker.keeper.messages import FillWeights, KeeperRefuses, SegmentGiven, WeightsSealed, encode
+from worker.keeper.watch import KeeperWatch
 from worker.runners import transformers_dsa
 from worker.runners.checkpoint import weights_digest
 from worker.runners.tiny import write_tiny_checkpoint
@@ -312,6 +317,54 @@ def test_a_keeper_that_does_not_answer_as_this_one_is_done_without(
         other.start()
         assert find_memory(path, IDENTITY, CPU) is None
         other.join()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"\xc1", encode(KeeperRefuses("no")), encode(FillWeights()), encode(SegmentGiven())]
+)
+def test_no_descriptor_of_a_refused_message_stays_open(tmp_path: Path, answer: bytes) -> None:
+    """Nor of one that was not asked for: a keeper may be of another release."""
+    path = tmp_path / "weights.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        link = KeeperLink(path)
+        with listener.accept()[0] as connection, open(os.devnull) as given:
+            for take in (link.receive_segment, partial(link.receive, WeightsSealed)):
+                before = len(os.listdir("/proc/self/fd"))
+                socket.send_fds(connection, [answer], [given.fileno()])
+                if take == link.receive_segment and answer == encode(SegmentGiven()):
+                    os.close(link.receive_segment())
+                else:
+                    with pytest.raises(HiSparseError) as refused:
+                        take()
+                    assert refused.value.remedy
+                assert len(os.listdir("/proc/self/fd")) == before
+        link.close()
+
+
+def test_a_worker_sees_whether_its_weights_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "weights.sock"
+    assert KeeperWatch(None, is_kept=False).samples() == {}
+    assert KeeperWatch(path, is_kept=False).samples() == {}, "there never was a keeper"
+    with keeping(path):
+        watch = KeeperWatch(path, is_kept=True)
+        assert watch.samples() == 1
+        assert KeeperWatch(path, is_kept=False).samples() == 0, "of a keeper that refused"
+    assert watch.samples() == 0, "its socket is there, and no process"
+    path.unlink()
+    with keeping(path):
+        assert watch.samples() == 0, "another keeper has none of its weights"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, ExitStack() as crowd:
+        path.unlink()
+        listener.bind(str(path))
+        listener.listen(0)
+        watch = KeeperWatch(path, is_kept=True)
+        for _ in range(2):
+            asked = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
+            with suppress(BlockingIOError):
+                asked.connect(str(path))
+        assert watch.samples() == 1, "one that accepts no more for now is not waited for"
 
 
 def test_settings_that_shape_weights_are_their_identity() -> None:

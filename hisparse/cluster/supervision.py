@@ -13,8 +13,8 @@
               once the exit of the worker is proved: `_keep` has waited for its pidfd. It counts as a restart, for the
               pause and for giving up; only the pause of a first short life is left out
     group     restarted whole. When one rank ends, the others end by themselves (hisparse.cluster.group_end), or are
-              killed when they do not; then all start together, after one pause. Restarts are counted per group, and
-              the group serves while all of its ranks are connected
+              killed when they do not; then all start together, after one pause, or the standbys of all ranks take over,
+              if each has one. Restarts are counted per group, and the group serves while all of its ranks are connected
     pool      a host pool that was cut, overwritten or removed ends all workers of the node: their rows are gone. The
               first that starts again makes a new pool, by whose id the coordinator knows that requests are to be
               prefilled again
@@ -23,8 +23,8 @@
               While a cluster starts, each child is needed, and one that refuses to start would refuse again: it is over
               when one is not restarted (hisparse.cluster.starting)
 
-Where a cluster spans nodes, each node has a Keeper for its processes, and a coordinator elsewhere cannot see them end:
-`vouch` is given the names of workers whose processes have ended, in that order, before they start again.
+Where a cluster spans nodes, each node has a ProcessSupervisor for its processes, and a coordinator elsewhere cannot see
+them end: `vouch` is given the names of workers whose processes have ended, in that order, before they start again.
 
 A kill loses nothing: rows are in the host pool, which this process holds open for later workers, and acknowledged
 requests are in the coordinator's journal.
@@ -45,10 +45,11 @@ from typing import Final, Protocol
 import trio
 
 from hisparse.client.client import Client, open_client
-from hisparse.cluster.children import Child, exit_text
+from hisparse.cluster.children import Child
 from hisparse.cluster.group_end import RankEnd, blamed, end_text, follow_limit_s, is_wanted
 from hisparse.cluster.restarts import Restarts, unseen_service_s
 from hisparse.cluster.standbys import Standbys
+from hisparse.cluster.weights import WeightKeepers
 from hisparse.console.options import EXIT_CODES
 from protocol.errors import (
     BadInput,
@@ -95,7 +96,7 @@ async def _no_word(names: Sequence[str]) -> None:
 
 async def _tell_end(child: Child, sender: trio.MemorySendChannel[RankEnd]) -> None:
     status = await child.wait()
-    await sender.send(RankEnd(child.name, status))
+    await sender.send(RankEnd(child.name, status, child.reason))
 
 
 @dataclass
@@ -160,7 +161,7 @@ class ChildWatch:
         moved = {name for name, step in steps.items() if step != self._steps.get(name)}
         self._steps = dict(steps)
         for name, process in self._processes.items():
-            if not moved.isdisjoint(self._waits_for(name)):
+            if not moved.isdisjoint(self.waits_for(name)):
                 process.starts_since = now
 
     def serves_since(self, names: Iterable[str]) -> float | None:
@@ -183,7 +184,7 @@ class ChildWatch:
             return []
         return [name for name, process in self._processes.items() if self._hangs(process, now)]
 
-    def _waits_for(self, name: str) -> Sequence[str]:
+    def waits_for(self, name: str) -> Sequence[str]:
         """Return the ranks of the group of `name`; itself where it is in none."""
         return next((ranks for ranks in self.groups if name in ranks), (name,))
 
@@ -193,8 +194,8 @@ class ChildWatch:
         return now - process.connected_at > self.limit_s
 
 
-class Kept(Protocol):
-    """The part of hisparse.cluster.up.Cluster that Keeper uses."""
+class Supervised(Protocol):
+    """The part of hisparse.cluster.up.Cluster that ProcessSupervisor uses."""
 
     @property
     def config(self) -> Config: ...
@@ -204,10 +205,12 @@ class Kept(Protocol):
     def groups(self) -> Mapping[str, tuple[str, ...]]: ...
     @property
     def pool_hold(self) -> PoolHold: ...
+    @property
+    def keepers(self) -> WeightKeepers: ...
     def restart(self, name: str) -> Child: ...
 
 
-class Keeper:
+class ProcessSupervisor:
     """One per cluster, or node of one. `report` is called with lines for the user, `changed` after each restart.
 
     `elsewhere`: workers that other nodes keep; `vouch` as in the head of this module. `starting`: the cluster is not
@@ -216,7 +219,7 @@ class Keeper:
 
     def __init__(
         self,
-        cluster: Kept,
+        cluster: Supervised,
         report: Callable[[str], None],
         changed: Callable[[], None],
         *,
@@ -273,7 +276,7 @@ class Keeper:
             pause_s = None if is_final else restarts.after(served_s)
             if pause_s is None:
                 what = "not restarted" if is_final else "given up after too many restarts"
-                self._report(f"{name} {exit_text(status)}; {what}")
+                self._report(f"{name} {child.end_text(status)}; {what}")
                 await self._tell_gone([name])
                 self._let_go(name, child)
                 return
@@ -281,7 +284,7 @@ class Keeper:
             if standby is not None and restarts.short_lives == 1:
                 pause_s = 0.0
             what = "its standby takes over" if standby is not None else "restarted"
-            self._report(f"{name} {exit_text(status)}; {what} in {pause_s:g} s")
+            self._report(f"{name} {child.end_text(status)}; {what} in {pause_s:g} s")
             await self._tell_gone([name])
             await trio.sleep(pause_s)
             if standby is None or not standby.take_over(name):
@@ -291,13 +294,14 @@ class Keeper:
 
     async def _keep_standby(self, standbys: Standbys, name: str) -> None:
         def serves() -> bool:
-            since = self._watch.serves_since([name])
+            since = self._watch.serves_since(self._watch.waits_for(name))
             return since is not None and trio.current_time() - since > self._restarts[name].pause_s
 
         await standbys.keep(name, serves, self._report, self._changed)
 
     async def _keep_group(self, group: str, ranks: Sequence[str]) -> None:
         restarts = Restarts()
+        self._restarts |= dict.fromkeys(ranks, restarts)
         while True:
             ends, served_s = await self._ended(group, ranks)
             last = blamed(ends) or ends[-1]
@@ -311,11 +315,16 @@ class Keeper:
                 for name in ranks:
                     self._let_go(name, child)
                 return
-            self._report(f"{end_text(group, ends)}; all of its ranks are restarted in {pause_s:g} s")
+            standbys = self._standbys if self._standbys is not None and all(map(self._standbys.has, ranks)) else None
+            if standbys is not None and restarts.short_lives == 1:
+                pause_s = 0.0
+            what = "the standbys of its ranks take over" if standbys is not None else "all of its ranks are restarted"
+            self._report(f"{end_text(group, ends)}; {what} in {pause_s:g} s")
             await self._tell_gone([end.name for end in ends])
             await trio.sleep(pause_s)
             for name in ranks:
-                self._cluster.restart(name)
+                if standbys is None or not standbys.take_over(name):
+                    self._cluster.restart(name)
                 self._watch.began(name, trio.current_time())
             self._changed()
 
@@ -413,6 +422,7 @@ class Keeper:
         if not self._starting:
             self._watch.came_to({name: child.step for name, child in self._workers.items()}, trio.current_time())
             self._look_at_pool()
+        self._cluster.keepers.look()
         for name in self._watch.hung(trio.current_time()):
             child = self._cluster.by_name.get(name)  # none: a coordinator elsewhere
             if child is not None and child.running:

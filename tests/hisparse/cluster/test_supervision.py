@@ -1,4 +1,4 @@
-"""The keeper: how often and how late it restarts, which processes it takes for hung, when it gives up."""
+"""The supervisor: how often and how late it restarts, which processes it takes for hung, when it gives up."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import pytest
 import trio
 
 from hisparse.cluster import group_end
-from hisparse.cluster import keeper as keeping
 from hisparse.cluster import restarts as restarting
+from hisparse.cluster import supervision as supervising
 from hisparse.cluster.children import Child
 from hisparse.cluster.group_end import PEER_END_LIMIT_S, RankEnd, blamed, end_text, follow_limit_s, is_wanted
-from hisparse.cluster.keeper import (
+from hisparse.cluster.restarts import RESTART_PAUSE_MAX_S, RESTARTS_MAX, STABLE_S, Restarts, unseen_service_s
+from hisparse.cluster.supervision import (
     COORDINATOR,
     HTTP,
     ChildWatch,
-    Keeper,
+    ProcessSupervisor,
 )
-from hisparse.cluster.restarts import RESTART_PAUSE_MAX_S, RESTARTS_MAX, STABLE_S, Restarts, unseen_service_s
+from hisparse.cluster.weights import WeightKeepers
 from protocol.config import HostFacts, build
 from protocol.errors import WrongState
 from protocol.messages import WorkerRow
@@ -245,6 +246,7 @@ class FakeKept:
     by_name: Mapping[str, Child]
     groups: Mapping[str, tuple[str, ...]]
     pool_hold: PoolHold = field(default_factory=lambda: PoolHold(Path("/nowhere/n0.pool")))
+    keepers: WeightKeepers = field(default_factory=lambda: WeightKeepers(lambda _: None))
 
     def restart(self, name: str) -> Child:
         raise AssertionError(f"{name} is not restarted here")
@@ -254,13 +256,16 @@ async def test_workers_that_are_not_wanted_are_forgotten_once_their_exit_is_prov
     """w9 and w8 are of an earlier start. w0 is to be restarted."""
     config = build({}, {}, {"cluster.runtime_dir": "/tmp/none"}, HostFacts.read())
     children: Any = dict.fromkeys((COORDINATOR, "w0", "w1"))
-    keeper, admin = Keeper(FakeKept(config, children, {}), lambda line: None, lambda: None), FakeAdmin("w8")
+    supervisor, admin = (
+        ProcessSupervisor(FakeKept(config, children, {}), lambda line: None, lambda: None),
+        FakeAdmin("w8"),
+    )
     client: Any = admin
     silent = row(1, "disconnected", worker="w7")
     rows = [row(1, worker=it, state="disconnected", exit_proved=True) for it in ("w0", "w1", "w8", "w9")]
-    keeper._let_go("w1", children["w1"])
+    supervisor._let_go("w1", children["w1"])
     for _ in range(2):
-        await keeper._forget_gone(client, [*rows, silent])
+        await supervisor._forget_gone(client, [*rows, silent])
         rows = [it for it in rows if it.worker in ("w0", "w8")]  # the others are listed no longer
     assert admin.asked == ["w1", "w8", "w9"], "one that is refused is asked for once"
 
@@ -304,6 +309,7 @@ class FakeCluster:
         self.by_name: dict[str, Child] = {}
         self.groups = groups or {}
         self.pool_hold = PoolHold(Path(str(runtime_dir)) / "n0.pool")
+        self.keepers = WeightKeepers(lambda _: None)
         self.lives = 0
         for name in codes:
             self.restart(name)
@@ -343,7 +349,7 @@ async def test_dead_workers_restart_and_dismissed_ones_do_not(tmp_path: object, 
     cluster = FakeCluster(tmp_path, codes)
     clusters.append(cluster)
     with trio.fail_after(CHILDREN_LIMIT_S):
-        last = await Keeper(cluster, said.append, lambda: changes.append(1)).run()
+        last = await ProcessSupervisor(cluster, said.append, lambda: changes.append(1)).run()
     assert last in (cluster.by_name["w0"], cluster.by_name["w1"])
     assert len(changes) == 2
     assert sorted(said) == [
@@ -359,7 +365,7 @@ async def test_keeper_ends_when_the_coordinator_leaves(tmp_path: object, cluster
     cluster = FakeCluster(tmp_path, {COORDINATOR: ["exit(5)", "exit(0)"], "w0": [SLEEP]})
     clusters.append(cluster)
     with trio.fail_after(CHILDREN_LIMIT_S):
-        last = await Keeper(cluster, lambda line: None, lambda: None).run()
+        last = await ProcessSupervisor(cluster, lambda line: None, lambda: None).run()
     assert last is cluster.by_name[COORDINATOR]
     assert cluster.lives == 3
 
@@ -395,7 +401,7 @@ async def kept(cluster: FakeCluster, said: list[str], gone: list[tuple[str, ...]
             gone.append(tuple(names))
 
     with trio.fail_after(CHILDREN_LIMIT_S):
-        return await Keeper(cluster, said.append, lambda: None, vouch=vouch).run()
+        return await ProcessSupervisor(cluster, said.append, lambda: None, vouch=vouch).run()
 
 
 @pytest.fixture
@@ -439,7 +445,7 @@ async def test_a_rank_that_does_not_follow_is_killed(
     tmp_path: Path, clusters: list[FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank of the next life starts before all of this one have ended."""
-    monkeypatch.setattr(keeping, "follow_limit_s", lambda end, hung_limit_s: 0.5 if end.status else 60.0)
+    monkeypatch.setattr(supervising, "follow_limit_s", lambda end, hung_limit_s: 0.5 if end.status else 60.0)
     codes = {COORDINATOR: [SLEEP], "w0": [SLEEP, "exit(0)"], "w1": ["exit(5)", "exit(0)"]}
     cluster = FakeCluster(tmp_path, codes, {"g0": ("w0", "w1")})
     clusters.append(cluster)
