@@ -110,7 +110,7 @@ class Child:
         `gives_reason`: `command` takes REASON_FLAG, and leaves there why it ends (protocol.end_reason)."""
         reason_fd = os.memfd_create("reason") if gives_reason else None
         if reason_fd is not None:
-            command, inherited = (*command, REASON_FLAG, str(reason_fd)), (*inherited, reason_fd)
+            command, inherited = [*command, REASON_FLAG, str(reason_fd)], [*inherited, reason_fd]
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if log_path else None
         try:
             process = subprocess.Popen(

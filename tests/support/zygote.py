@@ -144,7 +144,7 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
     The zygote has imported its modules already, so that a forked process would ignore another tree in PYTHONPATH.
     """
-    is_module = command[:2] == [sys.executable, MODULE] and (command[2] in MODULES or WORKER in command[3:])
+    is_module = [*command[:2]] == [sys.executable, MODULE] and (command[2] in MODULES or WORKER in command[3:])
     environ = options.get("env") or os.environ
     is_ours = environ.get("PYTHONPATH", "").split(os.pathsep)[0] in ("", str(ROOT))
     is_forked = is_module and is_ours and FRONT not in command[3:4]
