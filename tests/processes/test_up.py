@@ -315,8 +315,11 @@ def test_what_a_killed_cluster_has_left_is_removed_by_the_next_start_even_one_th
     model: Path, tmp_path: Path
 ) -> None:
     with running(model, tmp_path, "-n", "2", "--group-size", "2", "--http", "127.0.0.1:0") as up:
-        for pid in (up.process.pid, *up.pids, up.ready["http"]["pid"]):
-            psutil.Process(pid).kill()
+        processes = [psutil.Process(pid) for pid in (up.process.pid, *up.pids, up.ready["http"]["pid"])]
+        for process in processes:
+            process.suspend()  # so that none tidies up behind its parent
+        for process in processes:
+            process.kill()
         up.process.wait(LIMIT_S)
         eventually(lambda: not any(psutil.pid_exists(pid) for pid in (*up.pids, up.ready["http"]["pid"])))
     left = {f"{name}.sock" for name in ("admin", "client", "worker", "group-g0", f"http-{up.ready['http']['pid']}")}
