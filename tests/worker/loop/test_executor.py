@@ -121,7 +121,7 @@ def churn(rig: Rig, lives: list[Life], seed: int, aborts: int) -> None:
     rig.run()
 
 
-@pytest.mark.parametrize(("backend", "seed"), zip(("inline", "simulated"), in_turn([(0, 1), (1, 0)]), strict=True))
+@pytest.mark.parametrize(("backend", "seed"), [*zip(("inline", "simulated"), in_turn([(0, 1), (1, 0)]), strict=True)])
 def test_churn_over_50_requests_keeps_outputs_and_leaks_no_page(backend: str, seed: int) -> None:
     """SGLang #40729, #36591: to the host and back, again and again."""
     settings = replace(SETTINGS, seats=50, host_mem="900KiB", device_mem="2MiB", hot_chunks_max=120, pass_tokens=256)
