@@ -28,9 +28,6 @@ class KvKinds(NamedTuple):
     rows: str
     keys: str
 
-    def __str__(self) -> str:
-        return self.rows if self.rows == self.keys else f"{self.rows}, index keys in {self.keys}"
-
 
 @dataclass(frozen=True)
 class RowShape:

@@ -69,8 +69,8 @@ class RowFormat(RowShape):
         return {"float32": torch.float32, "fp4": torch.float8_e4m3fn}.get(self.kind, torch.bfloat16)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Bytes uint8[..., row_bytes] of floating values [..., scaled + plain]; NaN stays NaN, but not in codes of
-        fp4, where it makes its group's scale NaN."""
+        """Bytes uint8[..., row_bytes] of floating values [..., scaled + plain]; NaN stays NaN. In fp4 one scaled value
+        that is NaN or infinite makes its whole group NaN."""
         if not self.is_quantised:
             return values.to(self.dtype).contiguous().view(torch.uint8)
         groups = values[..., : self.scaled].float().unflatten(-1, (-1, self.group))
@@ -95,7 +95,7 @@ class RowFormat(RowShape):
 
     @property
     def _in_powers(self) -> bool:
-        """Whether scales of fp4 are powers of two: those of keys."""
+        """Return whether scales of fp4 are powers of two: those of keys."""
         return self.group == FP4_KEY_GROUP
 
 
@@ -164,7 +164,8 @@ def _to_e2m1(groups: Tensor) -> tuple[Tensor, Tensor]:
         scales = (exponents - E2M1_EXPONENT).clamp(min=1).masked_fill(exponents == 255, 255).to(torch.uint8)
         factors = _e8m0(scales)
     else:
-        scales = (most / E2M1_MAX).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
+        scales = (most / E2M1_MAX).clamp(2.0**-9, E4M3_MAX).masked_fill(most.isinf(), torch.nan)
+        scales = scales.to(torch.float8_e4m3fn)
         factors = scales.float()
     quotients = groups / factors
     size = quotients.abs()

@@ -71,7 +71,7 @@ class GroupFit:
 @click.option("--gpu-mem", default="141GB", show_default=True, metavar="SIZE", help="Whole memory of one GPU.")
 @click.option("--host-mem", default="1TB", show_default=True, metavar="SIZE", help="Host pool of a node.")
 @click.option("--context", type=TokenCount(), metavar="TOKENS", help="Tokens of a request; default: the model's most.")
-@click.option("--kv-dtype", metavar="KIND", help="Rows and keys: float32, bfloat16, fp8, fp4; default: the model's.")
+@click.option("--kv-dtype", metavar="KIND", help="Rows and index keys: float32, bfloat16, fp8; default: the model's.")
 @output_option
 def check(path: Path, gpu_mem: str, host_mem: str, context: int | None, kv_dtype: str | None, output: str) -> None:
     """Read the repository at PATH and say whether it can be served, on how many GPUs, with which context, and what is
@@ -243,8 +243,8 @@ def _approximate(found: Repository, kind: str) -> Iterator[str]:
             f"worker.matmul = auto on Hopper: activations are quantized to FP8, 128 values to a scale ({scales}); "
             "weight_only is exact"
         )
-    if kind in ("fp8", "fp4"):
-        yield f"worker.kv_dtype = {kind}: rows and index keys are rounded to {kind.upper()}; bfloat16 keeps them"
+    if kind == "fp8":
+        yield "worker.kv_dtype = fp8: rows and index keys are rounded to FP8; bfloat16 keeps them"
     elif kind != found.dtype:
         yield f"worker.kv_dtype = {kind}: the model's dtype is {found.dtype}"
     if not quantizes and kind == found.dtype:

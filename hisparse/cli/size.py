@@ -458,7 +458,8 @@ def _lines(plan: MemoryPlan, model: str, kinds: KvKinds) -> Iterator[str]:
 
     each = f", {plan.requests_by_host // plan.workers} for each of {plan.workers} workers" if plan.workers > 1 else ""
     yield f"{model}: {plan.layers} layers, {plan.index_groups} index groups, top-k {plan.topk}"
-    yield f"  row             {plan.row_bytes} bytes in {kinds}, index key {plan.index_row_bytes}"
+    keys = "" if kinds.keys == kinds.rows else f" in {kinds.keys}"
+    yield f"  row             {plan.row_bytes} bytes in {kinds.rows}, index key {plan.index_row_bytes}{keys}"
     yield f"A request of {plan.context_tokens} tokens:"
     yield (
         f"  host memory     {plan.host_bytes_per_token} bytes per token, "

@@ -138,7 +138,7 @@ class Child:
 
     @property
     def reason(self) -> str:
-        """Why it ends, as it has said itself; empty where it has not."""
+        """Cause of its end, as it has said itself; empty where it has not."""
         return "" if self.reason_fd is None else read_reason(self.reason_fd)
 
     @property
@@ -146,7 +146,7 @@ class Child:
         return self.process.poll() is None
 
     def end_text(self, status: int) -> str:
-        """As `exit_text`, with the reason that it left."""
+        """Return `exit_text` of the status, with the reason that it left."""
         return ": ".join(filter(None, (exit_text(status), self.reason)))
 
     async def wait(self) -> int:

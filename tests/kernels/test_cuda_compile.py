@@ -203,8 +203,8 @@ def test_products_of_attention_are_asynchronous(defines: jit.Defines) -> None:
 @pytest.mark.parametrize("heads", HEADS_TOGETHER)
 @pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
 def test_sinks_cost_nothing_between_products(kind: str, heads: int) -> None:
-    """As many instructions ahead of each product as without sinks, but for what the first group does behind its last
-    one; and as many registers."""
+    """The same count of instructions ahead of each product as without sinks, but for what the first group does behind
+    its last one; and as many registers."""
     ahead = []
     for sinks in (False, True):
         code = code_of_attention(hopper_defines(kind, heads, sinks))

@@ -88,11 +88,11 @@ class FakeStandby:
         return False
 
     def attach(self, pool: FakePool) -> None:
-        """As worker.pool.start.attach_pool."""
+        """Do what worker.pool.start.attach_pool does."""
         self.pool = pool
 
     def pool_of(self, found: FakePool) -> FakePool:
-        """As worker.pool.start.open_pool, where `found` lies there now."""
+        """Do what worker.pool.start.open_pool does, where `found` lies there now."""
         return self.pool if self.pool is not None and self.pool.id == found.id else found
 
 

@@ -102,7 +102,7 @@ class _AXK2(Family):
         return (attended * _sigmoid(gate)).to(attended.dtype)
 
     def choice(self, router: Module) -> ExpertChoice | None:
-        """Without groups as kernels choose; with them, experts outside of a row's groups score 0 here, not less."""
+        """Return the choice of kernels; none with groups: experts outside of those of a row score 0 here, not less."""
         from kernels.expert_choice import ExpertChoice
 
         if router.num_group is not None:

@@ -1,4 +1,4 @@
-"""What differs between families stands in their modules: no other source names one."""
+"""Differences between families stand in their modules: no other source names one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = ("basics", "coordinator", "hisparse", "kernels", "metrics", "protocol
 
 
 def test_no_other_source_names_a_family() -> None:
-    """By model_type, or a class of the model library."""
+    """Names of a family: its model_type, or a class of the model library."""
     kinds = {word for family in FAMILIES.values() for word in (family.model_type, family.config_class)}
     classes = {family.config_class.removesuffix("Config") for family in FAMILIES.values()}
     named = re.compile(
