@@ -34,11 +34,9 @@ from coordinator.incarnation import next_incarnation
 from coordinator.journal.journal import GroupCommit, Journal, JournalError, NoJournal
 from coordinator.journal.state import replay
 from coordinator.journal.store import SqliteStore, open_store
-from coordinator.listener.authentication import CurveGuard
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX
-from coordinator.listener.descriptors import make_room
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
+from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, CurveGuard, RouterSocket, make_room
 from coordinator.listener.sweeper import Sweeper
 from coordinator.listener.zap import AllowList, ZapHandler
 from coordinator.policy.prefix_reuse import ALL, OFF, OWN

@@ -25,9 +25,8 @@ from basics.rooms import RoomUse
 from basics.shares import check_share
 from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
-from coordinator.listener.dropped import Dropped
+from coordinator.listener.dropped import Dropped, peer_address
 from coordinator.listener.flood_control import FloodControl
-from coordinator.listener.peer_address import peer_address
 from coordinator.listener.rate_limiter import SENDERS_MAX, RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduler.api import SchedulerApi

@@ -25,9 +25,8 @@ import zmq
 
 from basics.rooms import RoomUse
 from coordinator.gateway.kv_format import encode_batch
-from coordinator.listener.authentication import CurveGuard, apply_guard
 from coordinator.listener.endpoint_lock import EndpointLock
-from coordinator.listener.router import HANDSHAKE_LIMIT_MS
+from coordinator.listener.router import HANDSHAKE_LIMIT_MS, CurveGuard, apply_guard
 from coordinator.memory.kv_events import KvEvent
 from metrics.state import CoordinatorCounters
 from protocol.errors import ConfigError, Unavailable

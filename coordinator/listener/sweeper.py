@@ -17,8 +17,7 @@ from typing import Final
 import trio
 
 from basics.process_memory import resident_bytes, return_memory
-from coordinator.listener.dropped import Dropped
-from coordinator.listener.peer_address import UNKNOWN
+from coordinator.listener.dropped import UNKNOWN, Dropped
 from coordinator.listener.router import RouterSocket
 
 #: How often connections without a hello are looked for, and unfinished messages.

@@ -8,7 +8,7 @@
     WorkerPort.send ─ command log ─ sender ──────► worker socket
 
 Identity. libzmq's name of a connection identifies no worker; the hello does. Over ipc the kernel attests the process of
-a connection (coordinator/listener/authentication.py). A second process cannot take a name while the attested process
+a connection (coordinator/listener/router.py). A second process cannot take a name while the attested process
 runs, and a pidfd on that process shows its exit at once, as proof (I2). Without attestation (tcp, another pid
 namespace) process ids prove nothing, and an epoch ends when no message arrives.
 
@@ -41,9 +41,7 @@ from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduler.api import SchedulerApi
 from coordinator.state.events import WorkerPort
 from coordinator.tokens.token_log import EMPTY, TokenLog
-from coordinator.workers.command_sender import CommandSender
-from coordinator.workers.epoch_link import WorkerLink
-from coordinator.workers.report_acks import ReportAcks
+from coordinator.workers.epoch_link import CommandSender, ReportAcks, WorkerLink
 from coordinator.workers.tokenizer_store import TokenizerStore
 from coordinator.workers.worker_epoch import Arrival
 from coordinator.workers.worker_hello import Course, KnownWorker, judge

@@ -17,7 +17,7 @@ import zmq
 
 from coordinator.listener import connection_tracker, rate_limiter
 from coordinator.listener import router as router_module
-from coordinator.listener.authentication import CurveGuard
+from coordinator.listener.router import CurveGuard
 from coordinator.scheduler.api import SchedulerApi
 from hisparse.client.client import open_client
 from protocol import messages
