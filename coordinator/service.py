@@ -304,7 +304,7 @@ class Coordinator:
         assert self._zap is not None
         allowed = read_allowed(Path(self._config.cluster.keys_dir))
         lost = self._zap.allowed.replace(allowed)
-        ended = sum(socket.cut_users(lost) for socket in self._router_sockets.values())
+        ended = sum(socket.connection_events.cut_users(lost) for socket in self._router_sockets.values())
         whose = f" of {', '.join(sorted(lost))}" if lost else ""
         return f"{len(allowed)} keys allowed, keys lost{whose or ': none'}, {ended} connections ended"
 

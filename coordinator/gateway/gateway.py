@@ -178,7 +178,7 @@ class Gateway:
         if len(connections) == connections.limit:
             self._deliveries.probe(idle_since=math.inf)
         socket = self._sockets[role]
-        socket.introduce(received)
+        socket.connection_events.introduce(received.descriptor, received.user)
         return connections.open(
             socket,
             received.peer,

@@ -122,9 +122,9 @@ class ConnectionEvents:
                 self._read(trio.current_time())
                 await trio.lowlevel.checkpoint()
 
-    def introduce(self, descriptor: int, user: str, now: float) -> None:
+    def introduce(self, descriptor: int, user: str) -> None:
         """The connection has sent an accepted hello. Raises CapacityError when there are too many."""
-        self._read(now)
+        self._read(trio.current_time())
         self.connection_tracker.introduce(descriptor, user)
         self.unfinished.introduce(descriptor)
 
@@ -134,8 +134,11 @@ class ConnectionEvents:
             self._read(trio.current_time())
         self.unfinished.took(descriptor, taken_bytes)
 
-    def cut_overdue(self, now: float) -> int:
+    def cut_overdue(self) -> int:
         """End connections without an accepted hello in time; returns how many."""
+        if self._watched.closed:
+            return 0
+        now = trio.current_time()
         self._read(now)
         return self._cut_all(self.connection_tracker.overdue(now))
 
@@ -154,9 +157,9 @@ class ConnectionEvents:
         self._cut_all([descriptor for descriptor, _ in overdue])
         return [rule for _, rule in overdue]
 
-    def cut_users(self, users: Collection[str], now: float) -> int:
+    def cut_users(self, users: Collection[str]) -> int:
         """End the connections of these users; returns how many."""
-        self._read(now)
+        self._read(trio.current_time())
         return self._cut_all(self.connection_tracker.of(users))
 
     def cut(self, descriptor: int) -> None:

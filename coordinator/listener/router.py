@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import enum
 import resource
-from collections.abc import Collection
 from typing import Final, NamedTuple
 
 import trio
@@ -185,11 +184,11 @@ class RouterSocket(Watched):
         if isinstance(guard, CurveGuard) and self._has_keys:
             apply_guard(socket, guard)
         unfinished = UnfinishedMessages(message_bytes_max * HARD_LIMIT_FACTOR)
-        self._connection_events = ConnectionEvents(socket, self.connection_tracker, unfinished)
+        self.connection_events = ConnectionEvents(socket, self.connection_tracker, unfinished)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._connection_events.close()
+            self.connection_events.close()
             socket.close()
             self._lock.release()
             raise unusable(endpoint, error) from error
@@ -230,7 +229,7 @@ class RouterSocket(Watched):
             self._frame = part.bytes if is_whole and not self._too_large_bytes else b""
         peer, self._peer = self._peer, None
         descriptor = descriptor_of(peer)
-        self._connection_events.took(descriptor, self._taken_bytes)
+        self.connection_events.took(descriptor, self._taken_bytes)
         return Received(
             peer.bytes,
             self._frame,
@@ -255,44 +254,19 @@ class RouterSocket(Watched):
             self._stir()
         return Sent.OK
 
-    def introduce(self, received: Received) -> None:
-        """The hello of the connection was accepted. Raises CapacityError when there are too many connections."""
-        self._connection_events.introduce(received.descriptor, received.user, trio.current_time())
-
-    def cut(self, received: Received) -> None:
-        """End the connection of `received`. The peer sees it as lost."""
-        self._connection_events.cut(received.descriptor)
-
-    def cut_users(self, users: Collection[str]) -> int:
-        """End the connections of these users; returns how many."""
-        return self._connection_events.cut_users(users, trio.current_time())
-
-    async def watch_connections(self) -> None:
-        """Notice connections as they come and go, until cancelled or closed."""
-        await self._connection_events.watch()
-
-    @property
-    def given_up_at(self) -> float:
-        """Time at which a connection with an unfinished message ended last."""
-        return self._connection_events.given_up_at
-
-    def cut_overdue(self) -> int:
-        """End connections without a hello in time; returns how many."""
-        return 0 if self.closed else self._connection_events.cut_overdue(trio.current_time())
-
     def cut_unfinished(self) -> list[str]:
         """End connections with an unfinished message over a bound (unfinished.py); returns which bound, for each."""
         if self.closed:
             return []
         now = trio.current_time()
-        self._connection_events.look(now)
-        rules = self._connection_events.cut_unfinished(now, is_empty=not self._is_ready(zmq.POLLIN))
+        self.connection_events.look(now)
+        rules = self.connection_events.cut_unfinished(now, is_empty=not self._is_ready(zmq.POLLIN))
         self._stir()
         return rules
 
     def close(self) -> None:
         if not self.closed:
-            self._connection_events.close()
+            self.connection_events.close()
         super().close()
         self._lock.release()
 

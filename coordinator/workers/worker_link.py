@@ -253,7 +253,7 @@ class WorkerLinks:
 
         Its process is the one that made the connection; both may have ended by now.
         """
-        self._socket.introduce(received)
+        self._socket.connection_events.introduce(received.descriptor, received.user)
         if hello.worker in self._joining:
             raise Unavailable("an earlier hello of this name is in progress", field="worker", value=hello.worker)
         link = self._by_name.get(hello.worker)
