@@ -37,8 +37,7 @@ from zmq.utils.monitor import parse_monitor_message
 from basics.process_memory import resident_bytes
 from coordinator.listener.connection_tracker import ConnectionTracker
 from coordinator.listener.unfinished import UnfinishedMessages
-from protocol.transport.monitor import end_connection, monitor_of
-from protocol.transport.watched import Watched
+from protocol.transport.watched import Watched, end_connection, monitor_of
 
 #: Of socket(7); Python has no name for it.
 SO_PEEK_OFF: Final = 42

@@ -13,10 +13,9 @@ from typing import Final, NamedTuple
 
 from coordinator.policy.throughput import LOOK_STEPS, FloorRoom, HotFloor, Look
 from coordinator.state.events import LinkStats
-from coordinator.state.groups import GroupLife, life_of
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.request_state import RequestState
-from coordinator.state.worker_entry import WorkerEntry
+from coordinator.state.worker_entry import GroupLife, WorkerEntry, life_of
 from protocol.messages import HotFloorRow
 from protocol.sizing import hot_sizes_for
 from protocol.units import PAGE_TOKENS

@@ -47,7 +47,7 @@ from coordinator.tokens.token_log import TokenLog
 from coordinator.turn.auditor import Auditor, AuditRows
 from coordinator.turn.commands import carry_out, drain_promise, release_quarantine, stop_promise
 from coordinator.turn.dispatch import Dispatch, Effects
-from coordinator.turn.reconciliation import adopt
+from coordinator.turn.recovery import adopt
 from coordinator.turn.request_table import RequestTable
 from metrics.state import CoordinatorCounters
 from protocol import messages

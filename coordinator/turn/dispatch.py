@@ -42,11 +42,10 @@ from coordinator.state.events import (
     WorkerLost,
     WorkerSend,
 )
-from coordinator.state.groups import life_of
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.poison import poison_reason
 from coordinator.state.request_state import RequestState
-from coordinator.state.worker_entry import InboundTransfer, WorkerDrain, WorkerEntry
+from coordinator.state.worker_entry import InboundTransfer, WorkerDrain, WorkerEntry, life_of
 from protocol.arrays import Int32Array
 from protocol.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
 from protocol.sizing import Memory

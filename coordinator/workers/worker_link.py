@@ -12,7 +12,7 @@ a connection (coordinator/listener/router.py). A second process cannot take a na
 runs, and a pidfd on that process shows its exit at once, as proof (I2). Without attestation (tcp, another pid
 namespace) process ids prove nothing, and an epoch ends when no message arrives.
 
-Epochs. worker_hello.py decides what a hello leads to. Epochs from the journal are awaited: they count as up, without a
+Epochs. worker_epoch.py decides what a hello leads to. Epochs from the journal are awaited: they count as up, without a
 connection, until the same limit of silence as any other.
 
 Acknowledgements. A report is acknowledged once it is in the journal. If the coordinator exits before, the worker sends
@@ -43,8 +43,7 @@ from coordinator.state.events import WorkerPort
 from coordinator.tokens.token_log import EMPTY, TokenLog
 from coordinator.workers.epoch_link import CommandSender, ReportAcks, WorkerLink
 from coordinator.workers.tokenizer_store import TokenizerStore
-from coordinator.workers.worker_epoch import Arrival
-from coordinator.workers.worker_hello import Course, KnownWorker, judge
+from coordinator.workers.worker_epoch import Arrival, Course, KnownWorker, judge
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array

@@ -125,8 +125,8 @@ def fail(error: BaseException) -> NoReturn:
     if isinstance(error, NameClash):  # `protocol` may be another package
         _complain(str(error))
         sys.exit(EXIT_CODES["config"])
-    from protocol.end_reason import leave_reason
     from protocol.errors import HiSparseError
+    from protocol.start_and_end import leave_reason
 
     error = _innermost(error)
     match error:

@@ -1,5 +1,5 @@
 """Progress of a long start: a bar on stderr if that is a terminal, lines in the log otherwise; and its step for
-the process that waits for it (protocol.start_step)."""
+the process that waits for it (protocol.start_and_end)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from protocol.logs import fields
-from protocol.start_step import tell_step
+from protocol.start_and_end import tell_step
 
 #: Lines about the same thing come at most this often.
 LINE_INTERVAL_S: Final = 5.0
