@@ -139,7 +139,12 @@ class Policy:
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
         """Decide what to do now: applied to the placement table, yet to be applied to the ledgers. `tick`: do what can
         wait, too."""
-        self.placement_table.poison_detector.clear()
+        table = self.placement_table
+        table.poison_detector.clear()
+        demands = table.waiting or table.starving or table.promised or table.forcing
+        if not (tick or demands or any(worker.drain is not None for worker in table.workers.values())):
+            self.outcome = NO_PLAN_OUTCOME  # most turns of a cluster with room only note what has happened
+            return []
         plan = _Plan(self, now)
         plan.meet_deadlines()
         if tick:
@@ -148,7 +153,7 @@ class Policy:
         plan.meet_demands()
         plan.hand_over()
         plan.apply_forced()
-        if tick and not self.placement_table.waiting and not self.placement_table.starving:
+        if tick and not table.waiting and not table.starving:
             plan.enlarge()
         self.outcome = PlanOutcome(plan.free, plan.refused, plan.blocked)
         return plan.decisions
