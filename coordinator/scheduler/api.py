@@ -245,7 +245,7 @@ class SchedulerApi(Actor[Call]):
         return await self._in_turn(lambda turn: self._carry_out(turn, ask))
 
     def _carry_out(self, turn: SchedulerTurn, ask: CommandAsk) -> tuple[tuple[str, ...], str]:
-        effects, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities())
+        effects, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities)
         if ask.command is RequestCommand.RETRACT:
             self._counters.retractions["keep" if ask.keep else "drop", "operator"] += len(lines)
         turn.take(*effects)
