@@ -35,8 +35,7 @@ from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.errors import BadInput, HiSparseError, ProtocolError
 from protocol.messages import KEY_PRIORITY_DEFAULT, NAME_CHARS_MAX, AdminMessage, GatewayMessage
-from protocol.skew import check_version
-from protocol.transport.frames import check_size, read_frame
+from protocol.skew import check_size, check_version, read_frame
 from protocol.transport.keys import ALLOWED_FILE, AllowedKey
 
 #: Commands of all connections that wait for the Scheduler; further ones are refused.

@@ -52,8 +52,7 @@ from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
 from protocol.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from protocol.settings import CoordinatorSettings
-from protocol.skew import check_version
-from protocol.transport.frames import check_size, read_frame
+from protocol.skew import check_size, check_version, read_frame
 
 #: Worker names known at the same time, up or down.
 WORKERS_MAX: Final = 1_024
