@@ -25,7 +25,6 @@ from coordinator.listener import connection_tracker, rate_limiter, router, sweep
 from coordinator.service import CLIENT_UNREAD_MESSAGES
 from coordinator.turn import dispatch
 from hisparse.cli import main
-from hisparse.cli.reference import pages
 from hisparse.cluster import restarts, supervision
 from hisparse.demo import compare
 from hisparse.http import answering, front, link, outputs
@@ -41,6 +40,7 @@ from protocol.config import OTHER_VARIABLES, SECTIONS, HostFacts, build
 from protocol.settings import CoordinatorSettings, HttpSettings
 from protocol.transport import watched
 from tests import ROOT
+from tools.docs.reference import pages
 from worker.streams import FENCES
 from worker.transfer import receiving, sending
 

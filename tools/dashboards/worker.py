@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, Variable, View, named
+from tools.dashboards.grafana import Dashboard, Panel, Query, Row, Variable, View, named
 
 #: What a GPU's link to the host carries one way, bytes per second: PCIe 5.0 x16, less protocol.
 LINK_BYTES_PER_S: Final = 55e9

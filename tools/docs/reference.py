@@ -1,6 +1,6 @@
 """docs/commands.md and docs/settings.md, from the commands and settings themselves.
 
-python -m hisparse.cli.reference docs      write both anew; a test holds pages and code equal
+python -m tools.docs.reference docs      write both anew; a test holds pages and code equal
 """
 
 from __future__ import annotations
