@@ -29,8 +29,7 @@ from coordinator.memory.ledger import NO_PAGES
 from coordinator.policy.following import Leaders
 from coordinator.policy.free_memory import FreeMemory, PlacementAsk
 from coordinator.policy.preemption import size_at_floor
-from coordinator.policy.prefill_costs import REST_TOKENS_MAX, PrefillCosts
-from coordinator.policy.prefix_reuse import PrefixReuse
+from coordinator.policy.prefix_reuse import REST_TOKENS_MAX, PrefillCosts, PrefixReuse
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.request_state import RequestState
 from coordinator.state.worker_entry import WorkerEntry

@@ -73,8 +73,7 @@ from coordinator.policy.decisions import (
 from coordinator.policy.following import Leaders
 from coordinator.policy.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.policy.preemption import Frees, Preemption, find_preemption, next_lower, size_at_floor
-from coordinator.policy.prefill_costs import PrefillCosts
-from coordinator.policy.prefix_reuse import PrefixReuse
+from coordinator.policy.prefix_reuse import PrefillCosts, PrefixReuse
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.request_state import RANK_OF, RequestState
 from coordinator.state.worker_entry import WorkerEntry

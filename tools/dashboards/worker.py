@@ -47,7 +47,7 @@ BACKED_UP: Final = of_workers("hisparse_worker_fence_wait_seconds_total", f'{ONE
 
 
 def quantiles(name: str, *shares: float) -> tuple[Query, ...]:
-    """Of one histogram, per worker."""
+    """Return quantiles of one histogram, per worker."""
     return tuple(
         by_worker(
             f"histogram_quantile({share}, sum by (job, instance, le) ({rate(f'{name}_bucket')}))",
