@@ -67,10 +67,6 @@ EXIT_MEANINGS: Final = {
 }
 
 
-def exit_code_lines() -> list[str]:
-    return [f"{code:>3}  {meaning}" for code, meaning in EXIT_MEANINGS.items()]
-
-
 class RootGroup(click.Group):
     """A group that reports any error in one line on stderr and exits with its code."""
 
