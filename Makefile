@@ -128,9 +128,9 @@ types: $(STAMP)
 
 # Pages and dashboards that declarations in the code say: commands, settings, metrics.
 docs: $(STAMP)
-	$(BIN)/python -m hisparse.cli.reference docs
+	$(BIN)/python -m tools.docs.reference docs
 	$(BIN)/python -m metrics.names > docs/metrics.md
-	$(BIN)/python -m metrics.dashboards
+	$(BIN)/python -m tools.dashboards
 
 # benchmarks/TABLES.md from benchmarks/results.
 report: $(STAMP)

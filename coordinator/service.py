@@ -34,11 +34,9 @@ from coordinator.incarnation import next_incarnation
 from coordinator.journal.journal import GroupCommit, Journal, JournalError, NoJournal
 from coordinator.journal.state import replay
 from coordinator.journal.store import SqliteStore, open_store
-from coordinator.listener.authentication import CurveGuard
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX
-from coordinator.listener.descriptors import make_room
 from coordinator.listener.dropped import Dropped
-from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, RouterSocket
+from coordinator.listener.router import ROUTER_QUEUE_MESSAGES, CurveGuard, RouterSocket, make_room
 from coordinator.listener.sweeper import Sweeper
 from coordinator.listener.zap import AllowList, ZapHandler
 from coordinator.policy.prefix_reuse import ALL, OFF, OWN
@@ -306,7 +304,7 @@ class Coordinator:
         assert self._zap is not None
         allowed = read_allowed(Path(self._config.cluster.keys_dir))
         lost = self._zap.allowed.replace(allowed)
-        ended = sum(socket.cut_users(lost) for socket in self._router_sockets.values())
+        ended = sum(socket.connection_events.cut_users(lost) for socket in self._router_sockets.values())
         whose = f" of {', '.join(sorted(lost))}" if lost else ""
         return f"{len(allowed)} keys allowed, keys lost{whose or ': none'}, {ended} connections ended"
 

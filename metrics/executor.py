@@ -11,10 +11,6 @@ from metrics.state import PROMPT_AGES_S, WARM_STARTS, IntArray, SwapTotals, Work
 from protocol.units import SEAT_ROWS_MAX
 
 
-def _silent_s(counters: WorkerCounters) -> float:
-    return monotonic() - counters.beat_at
-
-
 def _waiting_by_age(counters: WorkerCounters) -> dict[str, float]:
     now, since = monotonic(), counters.prompts_since
     return {str(age): sum(now - it >= age for it in since) for age in PROMPT_AGES_S}
@@ -69,7 +65,7 @@ EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (
         "seconds",
         "Time since the decode loop turned.",
         "Does it hang?",
-        _silent_s,
+        lambda counters: monotonic() - counters.beat_at,
     ),
     counter(
         "hisparse_worker_executor_beats_total",

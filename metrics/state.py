@@ -322,7 +322,7 @@ class JournalCounters:
 
 @dataclass(slots=True)
 class WaitCounters:
-    """Seconds that requests waited, and for what; coordinator.state.waits and coordinator.tokens.token_times say from
+    """Seconds that requests waited, and for what; coordinator.state.request and coordinator.tokens.token_times say from
     when to when."""
 
     queue_s: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS_S))

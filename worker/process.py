@@ -6,8 +6,8 @@
 
 Start, in an order that refuses before it allocates: model, sizing, host memory, host pool, device memory. Then the
 executor turns, then the link says hello: a worker that is welcomed can work. Its steps stand in the process's name
-(protocol.start_step). A signal during start ends it at once: the pool's threads finish the pieces they are at, what was
-registered is let go, and the process exits.
+(protocol.start_and_end). A signal during start ends it at once: the pool's threads finish the pieces they are at, what
+was registered is let go, and the process exits.
 
 End. SIGTERM, SIGINT and the coordinator's Stop withdraw what is held, wait for every stream to pass its fence, let the
 last reports go and leave with 0; each wait is bounded (worker.link). A second signal exits at once: the host pool is a
@@ -39,11 +39,10 @@ from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 from protocol import logs
 from protocol.config import keeper_path, pool_path
-from protocol.end_reason import leave_reason
 from protocol.errors import EXIT_DEFECT, EXIT_PEER_LOST, HiSparseError
 from protocol.logs import fields
 from protocol.settings import Config, WorkerSettings
-from protocol.start_step import tell_step
+from protocol.start_and_end import leave_reason, tell_step
 from protocol.text import make_tokenizer
 from protocol.tokenizer_files import TokenizerFile, read_tokenizer
 from protocol.transport.keys import access

@@ -21,7 +21,7 @@ On a GPU, all but captures runs in the thread in which a plain start runs it:
              allocator has given back what it held unused              threads may allocate meanwhile (thread_local)
 
 What fails says why: the error goes to the log with its traceback, and to the supervisor in one line
-(protocol.end_reason); a fault of a library shows where each thread was.
+(protocol.start_and_end); a fault of a library shows where each thread was.
 
 It has said no hello and has no epoch: no other process knows of it. What follows the order is the start of a worker
 (worker.process), whose epoch begins then.
@@ -46,7 +46,7 @@ from kernels.cuda.triton_units import triton_unit
 from protocol.errors import ConfigError
 from protocol.logs import fields, logger
 from protocol.settings import Config, WorkerSettings
-from protocol.start_step import STANDBY, tell_step
+from protocol.start_and_end import STANDBY, tell_step
 from worker.device.gpu_memory import cuda_device, let_segments_grow
 from worker.pool.host_pool import MappedPool
 from worker.pool.start import attach_pool

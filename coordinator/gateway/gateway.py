@@ -25,9 +25,8 @@ from basics.rooms import RoomUse
 from basics.shares import check_share
 from coordinator.gateway.connections import ADMIN, CLIENT, ClientConnection
 from coordinator.gateway.deliveries import Deliveries
-from coordinator.listener.dropped import Dropped
+from coordinator.listener.dropped import Dropped, peer_address
 from coordinator.listener.flood_control import FloodControl
-from coordinator.listener.peer_address import peer_address
 from coordinator.listener.rate_limiter import SENDERS_MAX, RateLimiter
 from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduler.api import SchedulerApi
@@ -36,8 +35,7 @@ from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.errors import BadInput, HiSparseError, ProtocolError
 from protocol.messages import KEY_PRIORITY_DEFAULT, NAME_CHARS_MAX, AdminMessage, GatewayMessage
-from protocol.skew import check_version
-from protocol.transport.frames import check_size, read_frame
+from protocol.skew import check_size, check_version, read_frame
 from protocol.transport.keys import ALLOWED_FILE, AllowedKey
 
 #: Commands of all connections that wait for the Scheduler; further ones are refused.
@@ -179,7 +177,7 @@ class Gateway:
         if len(connections) == connections.limit:
             self._deliveries.probe(idle_since=math.inf)
         socket = self._sockets[role]
-        socket.introduce(received)
+        socket.connection_events.introduce(received.descriptor, received.user)
         return connections.open(
             socket,
             received.peer,

@@ -1,6 +1,6 @@
 """Publishes KV events over ZMQ, as vLLM's publisher does: at a PUB socket, and again at a ROUTER on request.
 
-    PUB      topic · sequence number (8 bytes, big-endian, from 0) · payload (kv_format.py)
+    PUB      topic · sequence number (8 bytes, big-endian, from 0) · payload (below)
     ROUTER   a REQ or DEALER sends the first number that it wants (8 bytes, big-endian). It is sent number and payload
              of each later batch that is kept, as one message each; the last has number -1 and no payload
 
@@ -10,6 +10,21 @@ a slow subscriber's queue has no room for: a subscriber that misses a number ask
 each coordinator, whose first event is AllBlocksCleared.
 
 Events hold token ids. Over tcp a subscriber shows an admin's key; an ipc path is protected by its directory.
+
+A batch is as vLLM publishes it, so that routers made for vLLM read it: an array `[ts, events, data_parallel_rank]`.
+Fields of events at their defaults are left out.
+
+    BlockStored       block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys
+    BlockRemoved      block_hashes, medium
+    AllBlocksCleared
+
+In the form `map`, of vLLM 0.24 and later (its pull request 42892; fields as in streams of 0.31), an event is a map with
+its class as `type`. In the form `array`, of vLLM 0.10.2 to 0.23 and routers of that time, it is an array that begins
+with its class. Source: vllm/distributed/kv_events.py.
+
+A hash is the first 8 bytes of a page's digest, as an unsigned integer: routers compare hashes and never compute ours.
+`medium` is what vLLM calls host memory. `extra_keys` has one entry for each block: in the first block of a prompt user,
+tenant and cache_salt, as far as there are any (vLLM: cache_salt), else null.
 """
 
 from __future__ import annotations
@@ -18,23 +33,101 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
+import msgspec
+import numpy as np
 import zmq
 
 from basics.rooms import RoomUse
-from coordinator.gateway.kv_format import encode_batch
-from coordinator.listener.authentication import CurveGuard, apply_guard
 from coordinator.listener.endpoint_lock import EndpointLock
-from coordinator.listener.router import HANDSHAKE_LIMIT_MS
-from coordinator.memory.kv_events import KvEvent
+from coordinator.listener.router import HANDSHAKE_LIMIT_MS, CurveGuard, apply_guard
+from coordinator.memory.kv_events import KvEvent, PagesRemoved, PagesStored
+from coordinator.memory.prefix_index import Digest
 from metrics.state import CoordinatorCounters
 from protocol.errors import ConfigError, Unavailable
 from protocol.logs import logger
 from protocol.transport.curve import check_guarded
 from protocol.transport.keys import Insecure
 from protocol.transport.watched import context_of, set_options
+from protocol.units import PAGE_TOKENS
+
+MEDIUM: Final = "CPU"
+HASH_BYTES: Final = 8
+#: One service is one rank to a router.
+RANK: Final = 0
+
+
+class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockStored"):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, omit_defaults=True, tag="AllBlocksCleared"):
+    pass
+
+
+BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """`ts`: seconds since the epoch."""
+
+    ts: float
+    events: list[Any]  # BlockEvent, or one as an array
+    data_parallel_rank: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_batch(events: Iterable[KvEvent], ts: float, *, as_arrays: bool) -> bytes:
+    """The payload of one message."""
+    blocks: list[Any] = [_block_event(it) for it in events]
+    return _encode(EventBatch(ts, [_array(it) for it in blocks] if as_arrays else blocks, RANK))
+
+
+def _array(event: BlockEvent) -> list[object]:
+    """The class, and all fields up to the last that is not at its default."""
+    fields = [type(event).__name__, *msgspec.structs.astuple(event)]
+    return fields[:-1] if isinstance(event, BlockStored) and event.extra_keys is None else fields
+
+
+def _block_event(event: KvEvent) -> BlockEvent:
+    match event:
+        case PagesStored(digests, parent, tokens, scope):
+            keys = [scope, *[None] * (len(digests) - 1)] if scope else None
+            return BlockStored(
+                block_hashes=[_hash(it) for it in digests],
+                parent_block_hash=None if parent is None else _hash(parent),
+                token_ids=np.frombuffer(tokens, dtype=np.int32).tolist(),
+                block_size=PAGE_TOKENS,
+                lora_id=None,
+                medium=MEDIUM,
+                lora_name=None,
+                extra_keys=keys,
+            )
+        case PagesRemoved(digests):
+            return BlockRemoved([_hash(it) for it in digests], MEDIUM)
+        case _:
+            return AllBlocksCleared()
+
+
+def _hash(digest: Digest) -> int:
+    return int.from_bytes(digest[:HASH_BYTES], "big")
+
 
 #: Batches that wait for the thread. One holds 16 events at most, of 64 KiB of tokens each.
 QUEUE_BATCHES_MAX: Final = 256
@@ -80,7 +173,7 @@ class KvPublisher:
         as_arrays: bool = False,
         counters: CoordinatorCounters,
     ) -> None:
-        """Bind. `as_arrays` says the form (kv_format.py). Raises ConfigError or Unavailable naming the setting, with
+        """Bind. `as_arrays` says the form. Raises ConfigError or Unavailable naming the setting, with
         nothing left open."""
         self._as_arrays = as_arrays
         self._topic = topic.encode()

@@ -132,7 +132,7 @@ class _Rebuilding:
         begun = SummaryBegun(
             state.arrivals, state.placements + PLACEMENTS_SKIPPED, (), (), tuple(state.drains.values())
         )
-        by_arrival = sorted(self.requests.items(), key=_arrival)
+        by_arrival = sorted(self.requests.items(), key=lambda item: item[1].accepted.facts.arrival)
         newest = {it.accepted.facts.request_id: request_index for request_index, it in by_arrival}
         kept = [record for request_index in sorted(newest.values()) for record in self._records_of(request_index)]
         ended = sum(isinstance(it, RequestEnded) for it in kept)
@@ -151,10 +151,6 @@ class _Rebuilding:
             self.lost.append(f"{name}: tokens from position {tokens} on")
         outputs: list[Record] = [RequestOutput(request_index, 0, output, 0, rows)] if output else []
         return [request.accepted, *facts_of(record), *outputs, *([ended] if ended else [])]
-
-
-def _arrival(item: tuple[int, _Request]) -> int:
-    return item[1].accepted.facts.arrival
 
 
 def rebuild(rows: Sequence[StoredRecord]) -> Salvaged:

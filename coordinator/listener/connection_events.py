@@ -10,12 +10,25 @@ which another connection may be ended; its peer reconnects.
 
 libzmq still reads what the kernel holds of a connection that is shut down. Rejected: reading it here first. libzmq
 would go on in the middle of a frame, and take the peer's payload for frames.
+
+The kernel counts the bytes that libzmq has read from a connection:
+
+    tcp     TCP_INFO: bytes received since the connection began, less those that wait in the kernel
+    ipc     SO_PEEK_OFF: the kernel lowers this offset, which serves MSG_PEEK alone, by each byte that is read
+
+An ipc connection is counted from the moment that its accept is noticed; what libzmq read before is unknown.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import struct
+import termios
 from collections.abc import Collection
 from contextlib import suppress
+from typing import Final
 
 import trio
 import zmq
@@ -23,10 +36,63 @@ from zmq.utils.monitor import parse_monitor_message
 
 from basics.process_memory import resident_bytes
 from coordinator.listener.connection_tracker import ConnectionTracker
-from coordinator.listener.received_bytes import ByteCounter
 from coordinator.listener.unfinished import UnfinishedMessages
-from protocol.transport.monitor import end_connection, monitor_of
-from protocol.transport.watched import Watched
+from protocol.transport.watched import Watched, end_connection, monitor_of
+
+#: Of socket(7); Python has no name for it.
+SO_PEEK_OFF: Final = 42
+#: Where the offset starts, and below which it is set there again.
+OFFSET_MAX: Final = (1 << 31) - 1
+OFFSET_MIN: Final = 1 << 30
+#: Place of tcpi_bytes_received in struct tcp_info.
+RECEIVED_AT: Final = 128
+
+
+class ByteCounter:
+    """Counts the bytes of one connection. A descriptor that has closed meanwhile counts nothing."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._offset = OFFSET_MAX
+        self._total = 0
+        self._family = socket.AF_UNIX
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            self._family = connection.family
+            if self._family == socket.AF_UNIX:
+                connection.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, OFFSET_MAX)
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether the first byte counts."""
+        return self._family != socket.AF_UNIX
+
+    def arrived(self) -> int:
+        """Bytes that libzmq has read since the last call."""
+        try:
+            with self._socket() as connection:
+                return self._read_tcp(connection) if self.is_exact else self._read_ipc(connection)
+        except OSError:
+            return 0
+
+    def _socket(self) -> socket.socket:
+        """The connection under another descriptor. Naming family and type saves calls of the kernel."""
+        return socket.socket(self._family, socket.SOCK_STREAM, 0, os.dup(self._descriptor))
+
+    def _read_tcp(self, connection: socket.socket) -> int:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED_AT + 8)
+        (received,) = struct.unpack_from("=Q", info, RECEIVED_AT)
+        (waiting,) = struct.unpack("=i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
+        arrived = max(received - waiting - self._total, 0)
+        self._total += arrived
+        return int(arrived)
+
+    def _read_ipc(self, connection: socket.socket) -> int:
+        offset = connection.getsockopt(socket.SOL_SOCKET, SO_PEEK_OFF)
+        arrived, self._offset = self._offset - offset, offset
+        if offset < OFFSET_MIN:
+            connection.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, OFFSET_MAX)
+            self._offset = connection.getsockopt(socket.SOL_SOCKET, SO_PEEK_OFF)  # a read may have come between
+        return max(arrived, 0)
 
 
 class ConnectionEvents:
@@ -55,9 +121,9 @@ class ConnectionEvents:
                 self._read(trio.current_time())
                 await trio.lowlevel.checkpoint()
 
-    def introduce(self, descriptor: int, user: str, now: float) -> None:
+    def introduce(self, descriptor: int, user: str) -> None:
         """The connection has sent an accepted hello. Raises CapacityError when there are too many."""
-        self._read(now)
+        self._read(trio.current_time())
         self.connection_tracker.introduce(descriptor, user)
         self.unfinished.introduce(descriptor)
 
@@ -67,8 +133,11 @@ class ConnectionEvents:
             self._read(trio.current_time())
         self.unfinished.took(descriptor, taken_bytes)
 
-    def cut_overdue(self, now: float) -> int:
+    def cut_overdue(self) -> int:
         """End connections without an accepted hello in time; returns how many."""
+        if self._watched.closed:
+            return 0
+        now = trio.current_time()
         self._read(now)
         return self._cut_all(self.connection_tracker.overdue(now))
 
@@ -87,9 +156,9 @@ class ConnectionEvents:
         self._cut_all([descriptor for descriptor, _ in overdue])
         return [rule for _, rule in overdue]
 
-    def cut_users(self, users: Collection[str], now: float) -> int:
+    def cut_users(self, users: Collection[str]) -> int:
         """End the connections of these users; returns how many."""
-        self._read(now)
+        self._read(trio.current_time())
         return self._cut_all(self.connection_tracker.of(users))
 
     def cut(self, descriptor: int) -> None:

@@ -64,7 +64,7 @@ class FloodControl:
                 self._dropped.note(RATE, received.descriptor, "still too many messages", now)
             case RateVerdict.CUT:
                 self._dropped.note(CUT, received.descriptor, "went on sending too many messages", now)
-                self._socket.cut(received)
+                self._socket.connection_events.cut(received.descriptor)
         return False
 
     async def read(self, batch: Iterable[Received], receive: Callable[[Received], None]) -> None:

@@ -7,31 +7,35 @@ protocol/transport/watched.py explains how trio waits for a ZMQ socket. The rule
     errors: `send` returns FULL or GONE. The caller keeps what it could not send, as a cursor; there is no queue here.
   * A second bind to a bound ipc path succeeds and takes it over. So a lock beside the path is taken before the bind.
   * A routing id is the ROUTER's name for a connection and identifies no peer: identity is in the Hello. Each message
-    comes with the properties that libzmq attests (authentication.py): over ipc the process that made the connection,
+    comes with the properties that libzmq attests: over ipc the process that made the connection,
     over tcp the user of its key. A descriptor is reused, and may belong to another connection by now.
   * tcp needs CURVE keys at both ends (protocol/transport/keys.py, zap.py), or `insecure`. An ipc path is protected by
     its directory, which both ends check: a directory, not a link, of this user, mode 0700.
   * libzmq accepts any number of connections; a connection without a hello is ended (connection_events.py,
     connection_tracker.py).
   * libzmq keeps an unfinished multipart message, of any size; its connection is ended (unfinished.py).
+
+The attested properties of a connection come with each of its messages. A peer may add properties in its handshake, but
+cannot replace those of libzmq, so it cannot claim another process or user. Without a ZAP handler libzmq sets no
+User-Id, and the peer may set it: read it at guarded endpoints only.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+import resource
 from typing import Final, NamedTuple
 
 import trio
 import zmq
 
-from coordinator.listener.authentication import CurveGuard, apply_guard, attested_pid, attested_user, descriptor_of
 from coordinator.listener.connection_events import ConnectionEvents
 from coordinator.listener.connection_tracker import ConnectionTracker
 from coordinator.listener.endpoint_lock import EndpointLock
 from coordinator.listener.unfinished import UnfinishedMessages, wire_bytes
+from protocol.logs import fields, logger
 from protocol.transport.curve import check_guarded
-from protocol.transport.keys import Insecure
+from protocol.transport.keys import Insecure, ServerKey
 from protocol.transport.watched import Watched, context_of, set_options, unusable
 
 #: Messages libzmq queues per connection and direction. Beyond it `send` returns FULL.
@@ -59,6 +63,55 @@ NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 #: Where libzmq asks the ZAP handler, one per context.
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+
+#: Descriptors for other uses: sockets of libzmq, journal files, exporter, epoll sets, watched processes.
+OTHER_DESCRIPTORS: Final = 1_536
+
+log = logger("coordinator.listener.descriptors")
+
+
+class CurveGuard(NamedTuple):
+    """Guard of a tcp endpoint: the coordinator's key, and the role whose keys are allowed (zap.py)."""
+
+    key: ServerKey
+    role: str
+
+
+def apply_guard(socket: zmq.Socket[bytes], guard: CurveGuard) -> None:
+    """Set the CURVE options of `socket`, before it is bound."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, guard.key.secret.encode())
+    socket.setsockopt(zmq.ZAP_DOMAIN, guard.role.encode())
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+# ---------------------------------------------------------------- attested properties
+
+
+def attested_user(frame: zmq.Frame) -> str:
+    """User of the key of `frame`'s connection; only for guarded endpoints."""
+    return _property(frame, "User-Id")
+
+
+def attested_pid(frame: zmq.Frame) -> int:
+    """Process that made the ipc connection of `frame`, from "address:uid:gid:pid". 0: unknown."""
+    pid = _property(frame, "Peer-Address").rpartition(":")[2]
+    return int(pid) if pid.isdecimal() else 0
+
+
+def descriptor_of(frame: zmq.Frame) -> int:
+    """Descriptor of `frame`'s connection. -1: the peer speaks ZMTP 1.0 or 2.0, to which libzmq gives no properties."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:
+        return ""
 
 
 class Sent(enum.Enum):
@@ -131,11 +184,11 @@ class RouterSocket(Watched):
         if isinstance(guard, CurveGuard) and self._has_keys:
             apply_guard(socket, guard)
         unfinished = UnfinishedMessages(message_bytes_max * HARD_LIMIT_FACTOR)
-        self._connection_events = ConnectionEvents(socket, self.connection_tracker, unfinished)
+        self.connection_events = ConnectionEvents(socket, self.connection_tracker, unfinished)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._connection_events.close()
+            self.connection_events.close()
             socket.close()
             self._lock.release()
             raise unusable(endpoint, error) from error
@@ -176,7 +229,7 @@ class RouterSocket(Watched):
             self._frame = part.bytes if is_whole and not self._too_large_bytes else b""
         peer, self._peer = self._peer, None
         descriptor = descriptor_of(peer)
-        self._connection_events.took(descriptor, self._taken_bytes)
+        self.connection_events.took(descriptor, self._taken_bytes)
         return Received(
             peer.bytes,
             self._frame,
@@ -201,43 +254,30 @@ class RouterSocket(Watched):
             self._stir()
         return Sent.OK
 
-    def introduce(self, received: Received) -> None:
-        """The hello of the connection was accepted. Raises CapacityError when there are too many connections."""
-        self._connection_events.introduce(received.descriptor, received.user, trio.current_time())
-
-    def cut(self, received: Received) -> None:
-        """End the connection of `received`. The peer sees it as lost."""
-        self._connection_events.cut(received.descriptor)
-
-    def cut_users(self, users: Collection[str]) -> int:
-        """End the connections of these users; returns how many."""
-        return self._connection_events.cut_users(users, trio.current_time())
-
-    async def watch_connections(self) -> None:
-        """Notice connections as they come and go, until cancelled or closed."""
-        await self._connection_events.watch()
-
-    @property
-    def given_up_at(self) -> float:
-        """Time at which a connection with an unfinished message ended last."""
-        return self._connection_events.given_up_at
-
-    def cut_overdue(self) -> int:
-        """End connections without a hello in time; returns how many."""
-        return 0 if self.closed else self._connection_events.cut_overdue(trio.current_time())
-
     def cut_unfinished(self) -> list[str]:
         """End connections with an unfinished message over a bound (unfinished.py); returns which bound, for each."""
         if self.closed:
             return []
         now = trio.current_time()
-        self._connection_events.look(now)
-        rules = self._connection_events.cut_unfinished(now, is_empty=not self._is_ready(zmq.POLLIN))
+        self.connection_events.look(now)
+        rules = self.connection_events.cut_unfinished(now, is_empty=not self._is_ready(zmq.POLLIN))
         self._stir()
         return rules
 
     def close(self) -> None:
         if not self.closed:
-            self._connection_events.close()
+            self.connection_events.close()
         super().close()
         self._lock.release()
+
+
+def make_room(connections: int) -> None:
+    """Raise the soft limit so that `connections` fit; log a warning when the hard limit is too low. Never lowers it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    granted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, granted), hard))
+    if granted < needed:
+        log.warning("too few descriptors for all connections; raise ulimit -n", extra=fields(has=granted, needs=needed))

@@ -17,8 +17,7 @@ from typing import Final
 import trio
 
 from basics.process_memory import resident_bytes, return_memory
-from coordinator.listener.dropped import Dropped
-from coordinator.listener.peer_address import UNKNOWN
+from coordinator.listener.dropped import UNKNOWN, Dropped
 from coordinator.listener.router import RouterSocket
 
 #: How often connections without a hello are looked for, and unfinished messages.
@@ -49,12 +48,12 @@ class Sweeper:
         """Sweep until cancelled."""
         async with trio.open_nursery() as nursery:
             for socket in self._sockets.values():
-                nursery.start_soon(socket.watch_connections)
+                nursery.start_soon(socket.connection_events.watch)
             look_at = trio.current_time()
             while True:
                 has_grown = await self._has_grown()
                 for role, socket in self._sockets.items():
-                    for _ in range(socket.cut_overdue()):
+                    for _ in range(socket.connection_events.cut_overdue()):
                         self._note(role, NO_HELLO, "no accepted hello in time")
                 if has_grown or trio.current_time() >= look_at:
                     look_at = trio.current_time() + LOOK_INTERVAL_S
@@ -72,7 +71,7 @@ class Sweeper:
         return False
 
     async def _return_memory(self) -> None:
-        given_up_at = max(socket.given_up_at for socket in self._sockets.values())
+        given_up_at = max(socket.connection_events.given_up_at for socket in self._sockets.values())
         now, growth_bytes = trio.current_time(), resident_bytes() - self._trimmed_bytes
         is_due = now >= self._trimmed_at + TRIM_INTERVAL_S or growth_bytes >= GROWTH_BYTES
         if is_due and (growth_bytes > TRIM_BYTES or self._trimmed_at < given_up_at + FREEING_S):

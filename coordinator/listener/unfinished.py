@@ -5,7 +5,7 @@ libzmq keeps the parts of a multipart message to itself until the last one has a
 bound. Nor does the application see the parts: with CURVE even the flag that announces another part is encrypted.
 
 But the bytes can be counted from both sides. The kernel knows how many bytes libzmq has read from a connection
-(received_bytes.py), and the router knows which messages it took from it. The difference is what libzmq holds:
+(connection_events.py), and the router knows which messages it took from it. The difference is what libzmq holds:
 
     pending = bytes read from the connection - bytes of its messages taken
 

@@ -5,7 +5,7 @@ run on asyncio or in a thread. A question holds the role of the listener (as its
 The answer holds the peer's user, which libzmq attaches to each message of the connection. A key is allowed at the
 listener of its role only: a client's key does not open a connection to the admin or worker listener.
 
-Without a handler libzmq refuses all handshakes (authentication.py sets ZAP_ENFORCE_DOMAIN): a failure here admits no
+Without a handler libzmq refuses all handshakes (router.py sets ZAP_ENFORCE_DOMAIN): a failure here admits no
 peer.
 
 A key with more than HANDSHAKES_PER_S is put off. A handshake takes each side most of a millisecond of arithmetic, one

@@ -13,10 +13,9 @@ from typing import Final, NamedTuple
 
 from coordinator.policy.throughput import LOOK_STEPS, FloorRoom, HotFloor, Look
 from coordinator.state.events import LinkStats
-from coordinator.state.groups import GroupLife, life_of
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.request_state import RequestState
-from coordinator.state.worker_entry import WorkerEntry
+from coordinator.state.worker_entry import GroupLife, WorkerEntry, life_of
 from protocol.messages import HotFloorRow
 from protocol.sizing import hot_sizes_for
 from protocol.units import PAGE_TOKENS
@@ -112,7 +111,7 @@ class HotSizing:
         self._seen[key] = this
         if seen is None or not running:
             return
-        look = _difference(seen, this, _bytes_of_miss(ranks[0]))
+        look = _difference(seen, this, ranks[0].capacity.page_bytes / PAGE_TOKENS)
         if look is None or not _is_sound(look):
             return
         floor = self._floors.setdefault(key, HotFloor())
@@ -140,14 +139,10 @@ def _counts_of(stats: Sequence[LinkStats]) -> _Counts:
     return _Counts._make((*means, tuple(it.load_s for it in stats)))
 
 
-def _bytes_of_miss(worker: WorkerEntry) -> float:
-    """Return the bytes of a miss in all layers of a group. Where nothing was missed yet: at most, as if there were one
-    group."""
-    return worker.capacity.page_bytes / PAGE_TOKENS
-
-
 def _difference(before: _Seen, after: _Seen, miss_bytes: float) -> Look | None:
-    """None: no request ran at both looks, or prompts beside nearly all steps. What a request selects is told by those
+    """`miss_bytes`: of a miss in all layers of a group; where nothing was missed yet at most, as if there were one.
+
+    None: no request ran at both looks, or prompts beside nearly all steps. What a request selects is told by those
     that ran, resident ones among them: the totals of a worker count what was looked for in hot buffers."""
     steps = after.counts.steps - before.counts.steps
     step_s, running, of_all = _step(before.counts, after.counts, steps)

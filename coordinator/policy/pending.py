@@ -20,10 +20,9 @@ from msgspec.structs import replace
 
 from basics.request_states import PendingKind
 from coordinator.policy.free_memory import NO_PLAN_OUTCOME, PlacementAsk, PlanOutcome, Refusal
-from coordinator.state.groups import ranks_text
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.request_state import RequestState
-from coordinator.state.worker_entry import WorkerEntry
+from coordinator.state.worker_entry import WorkerEntry, ranks_text
 from protocol.messages import BOTH, DECODE, DIRECT, PREFILL, STAGED
 from protocol.sizing import memory_of, misfit
 

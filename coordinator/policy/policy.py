@@ -73,8 +73,7 @@ from coordinator.policy.decisions import (
 from coordinator.policy.following import Leaders
 from coordinator.policy.free_memory import NO_PLAN_OUTCOME, FreeMemory, PlacementAsk, PlanOutcome, Refusal
 from coordinator.policy.preemption import Frees, Preemption, find_preemption, next_lower, size_at_floor
-from coordinator.policy.prefill_costs import PrefillCosts
-from coordinator.policy.prefix_reuse import PrefixReuse
+from coordinator.policy.prefix_reuse import PrefillCosts, PrefixReuse
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.request_state import RANK_OF, RequestState
 from coordinator.state.worker_entry import WorkerEntry
@@ -139,7 +138,12 @@ class Policy:
     def plan(self, now: float, *, tick: bool = False) -> list[Decision]:
         """Decide what to do now: applied to the placement table, yet to be applied to the ledgers. `tick`: do what can
         wait, too."""
-        self.placement_table.poison_detector.clear()
+        table = self.placement_table
+        table.poison_detector.clear()
+        demands = table.waiting or table.starving or table.promised or table.forcing
+        if not (tick or demands or any(worker.drain is not None for worker in table.workers.values())):
+            self.outcome = NO_PLAN_OUTCOME  # most turns of a cluster with room only note what has happened
+            return []
         plan = _Plan(self, now)
         plan.meet_deadlines()
         if tick:
@@ -148,7 +152,7 @@ class Policy:
         plan.meet_demands()
         plan.hand_over()
         plan.apply_forced()
-        if tick and not self.placement_table.waiting and not self.placement_table.starving:
+        if tick and not table.waiting and not table.starving:
             plan.enlarge()
         self.outcome = PlanOutcome(plan.free, plan.refused, plan.blocked)
         return plan.decisions

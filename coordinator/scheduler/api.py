@@ -47,7 +47,7 @@ from coordinator.tokens.token_log import TokenLog
 from coordinator.turn.auditor import Auditor, AuditRows
 from coordinator.turn.commands import carry_out, drain_promise, release_quarantine, stop_promise
 from coordinator.turn.dispatch import Dispatch, Effects
-from coordinator.turn.reconciliation import adopt
+from coordinator.turn.recovery import adopt
 from coordinator.turn.request_table import RequestTable
 from metrics.state import CoordinatorCounters
 from protocol import messages
@@ -245,7 +245,7 @@ class SchedulerApi(Actor[Call]):
         return await self._in_turn(lambda turn: self._carry_out(turn, ask))
 
     def _carry_out(self, turn: SchedulerTurn, ask: CommandAsk) -> tuple[tuple[str, ...], str]:
-        effects, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities())
+        effects, lines = carry_out(ask, self._requests, self._dispatch, self._registry.capacities)
         if ask.command is RequestCommand.RETRACT:
             self._counters.retractions["keep" if ask.keep else "drop", "operator"] += len(lines)
         turn.take(*effects)

@@ -17,9 +17,8 @@ from basics.request_checks import check_name
 from coordinator.journal.records import PoolOpened, WorkerJoined
 from coordinator.memory.ledger import Ledger
 from coordinator.state.events import WorkerPort
-from coordinator.state.groups import check_member, ranks_of
 from coordinator.state.placement_table import PlacementTable
-from coordinator.state.worker_entry import WorkerEntry
+from coordinator.state.worker_entry import WorkerEntry, check_member, ranks_of
 from protocol.errors import BadInput, ConfigError, NotFound, ProtocolError, Unavailable, WrongState
 from protocol.messages import (
     NAME_CHARS_MAX,

@@ -19,11 +19,10 @@ from msgspec.structs import replace
 from coordinator.journal.records import DRAINS_MAX, RequestFacts, RequestOrdered, RequestPlaced
 from coordinator.journal.state import RequestRecord, no_order
 from coordinator.memory.ledger import EpochKey, Ledger, is_same_process
-from coordinator.state.groups import life_of, missing_of, ranks_of
 from coordinator.state.owner_turns import Owner, OwnerTurns
 from coordinator.state.poison import PoisonDetector
 from coordinator.state.request_state import RequestState
-from coordinator.state.worker_entry import InboundTransfer, WorkerDrain, WorkerEntry
+from coordinator.state.worker_entry import InboundTransfer, WorkerDrain, WorkerEntry, life_of, missing_of, ranks_of
 from protocol.errors import InternalError
 from protocol.messages import NO_HOT_BUFFER, NO_TOKEN, FirstToken, Rank
 from protocol.sizing import NO_HOT_SIZE, RESIDENT, HotSize, Memory

@@ -15,7 +15,7 @@ request two strikes, one in 45 three, 1 of 560 four: hence six, not four. Strike
 link that is cut proves none.
 
 The ranks of a group step together, so any of their requests may be what ended any of their processes, and each end
-brings those of the other ranks with it. The unit is therefore one life of a group (coordinator.state.groups): its
+brings those of the other ranks with it. The unit is therefore one life of a group (coordinator.state.worker_entry): its
 first proved death strikes the requests of all its ranks, later ones strike none, and a suspect joins a rank only when
 all requests of the group have come further. What a request of another rank brings in after that first death moves its
 mark and is no second strike. A rank that had said that it leaves, and had emptied itself, strikes none, and the ranks
@@ -34,8 +34,8 @@ from typing import Final, NamedTuple
 
 from basics.request_states import POISON_STRIKES
 from coordinator.memory.ledger import EpochKey
-from coordinator.state.groups import GroupLife
 from coordinator.state.request_state import RequestState
+from coordinator.state.worker_entry import GroupLife
 
 #: Strikes from which a request is kept apart from other suspects and from newcomers.
 SUSPECT_STRIKES: Final = 2

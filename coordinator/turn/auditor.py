@@ -82,7 +82,7 @@ class Auditor:
         for key, number in self._rounds.due(live, now):
             ledger = self._ledgers[live[key].node]
             given = ledger.placements_of(key)
-            self._at_ask[key] = {it: ledger.held(it) for it in given if not self._is_to_come(it)}
+            self._at_ask[key] = {it: ledger.held(it) for it in given}
             live[key].port.send(Audit(number))
         self._at_ask = {key: placements for key, placements in self._at_ask.items() if key in live}
         for asked in [it for it in self._asked if now >= it.give_up_at or not self._rounds.wants(it.keys)]:
@@ -126,11 +126,6 @@ class Auditor:
             for difference in self._rounds.hear_node(worker.node, check_node(ledger, self._awaited(worker.node))):
                 steps += self._tell(worker.node, worker.node, None, difference)
         return Effects(tuple(steps))
-
-    def _is_to_come(self, placement: int) -> bool:
-        """Its memory is given and its Request has yet to send the Admit, which then goes behind an Audit sent now."""
-        live = self._requests.by_placement.get(placement)
-        return live is not None and not live.is_placed
 
     def _is_resizing(self, placement: int) -> bool:
         live = self._requests.by_placement.get(placement)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from basics.request_states import TERMINAL, State, state_text
@@ -20,14 +20,17 @@ IDS_MAX: Final = 20_000
 
 
 def carry_out(
-    ask: CommandAsk, requests: RequestTable, dispatch: Dispatch, capacities: Sequence[tuple[str, WorkerCapacity]]
+    ask: CommandAsk,
+    requests: RequestTable,
+    dispatch: Dispatch,
+    capacities: Callable[[], Sequence[tuple[str, WorkerCapacity]]],
 ) -> tuple[list[Effects], tuple[str, ...]]:
     """Return what follows, and one line per request. Raises NotFound, WrongState, BadInput, CapacityError: nothing
     done."""
     lives = find(ask, requests)
     if ask.command is RequestCommand.RESIZE:
         for live in lives:
-            check_size(ask.hot_slots, live.facts.request_id, live.length, capacities)
+            check_size(ask.hot_slots, live.facts.request_id, live.length, capacities())
     effects = [_apply(ask, live, dispatch) for live in lives]
     return effects, tuple(f"{live.facts.request_id}: {_promise(ask, live)}" for live in lives)
 

@@ -42,14 +42,13 @@ from coordinator.state.events import (
     WorkerLost,
     WorkerSend,
 )
-from coordinator.state.groups import life_of
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.poison import poison_reason
 from coordinator.state.request_state import RequestState
-from coordinator.state.worker_entry import InboundTransfer, WorkerDrain, WorkerEntry
+from coordinator.state.worker_entry import InboundTransfer, WorkerDrain, WorkerEntry, life_of
 from protocol.arrays import Int32Array
 from protocol.messages import NO_TOKEN, Exited, Grant, Resize, Withdraw
-from protocol.sizing import Memory
+from protocol.sizing import NO_MEMORY, Memory
 from protocol.units import PAGE_TOKENS, pages_for
 
 
@@ -398,13 +397,16 @@ class Dispatch:
         """A waiting request loses what it keeps."""
         if not entry.pages:
             return Effects((), (tell,))
-        if transfer_id := self.placement_table.transfer_of(entry):
-            effects = self.revoke(transfer_id)
-            self.placement_table.demote(entry)
-            return effects._replace(tells=(tell, order_to(entry, DemoteOrder(reason))))
-        step = LedgerStep(entry.node, Release(entry.placement), journal.RequestPlacementEnded(entry.request_index, 0))
+        note, effects = journal.RequestPlacementEnded(entry.request_index, 0), NOTHING
+        step = LedgerStep(entry.node, Release(entry.placement))
+        if inbound := self.placement_table.transfer_of(entry):
+            effects = self.revoke(
+                inbound
+            )  # takes nothing back before its worker has let go: the note goes all the same
+            step = next(iter(effects.steps), LedgerStep(inbound.node, Shrink(inbound.placement, NO_MEMORY)))
         self.placement_table.demote(entry)
-        return Effects((step,), (tell, order_to(entry, DemoteOrder(reason))))
+        tells = tell, order_to(entry, DemoteOrder(reason))
+        return effects._replace(steps=(step._replace(note=note),), tells=tells)
 
     # ---------------------------------------------------------------- decisions
 

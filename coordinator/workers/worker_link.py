@@ -8,11 +8,11 @@
     WorkerPort.send ─ command log ─ sender ──────► worker socket
 
 Identity. libzmq's name of a connection identifies no worker; the hello does. Over ipc the kernel attests the process of
-a connection (coordinator/listener/authentication.py). A second process cannot take a name while the attested process
+a connection (coordinator/listener/router.py). A second process cannot take a name while the attested process
 runs, and a pidfd on that process shows its exit at once, as proof (I2). Without attestation (tcp, another pid
 namespace) process ids prove nothing, and an epoch ends when no message arrives.
 
-Epochs. worker_hello.py decides what a hello leads to. Epochs from the journal are awaited: they count as up, without a
+Epochs. worker_epoch.py decides what a hello leads to. Epochs from the journal are awaited: they count as up, without a
 connection, until the same limit of silence as any other.
 
 Acknowledgements. A report is acknowledged once it is in the journal. If the coordinator exits before, the worker sends
@@ -41,12 +41,9 @@ from coordinator.listener.router import Received, RouterSocket
 from coordinator.scheduler.api import SchedulerApi
 from coordinator.state.events import WorkerPort
 from coordinator.tokens.token_log import EMPTY, TokenLog
-from coordinator.workers.command_sender import CommandSender
-from coordinator.workers.epoch_link import WorkerLink
-from coordinator.workers.report_acks import ReportAcks
+from coordinator.workers.epoch_link import CommandSender, ReportAcks, WorkerLink
 from coordinator.workers.tokenizer_store import TokenizerStore
-from coordinator.workers.worker_epoch import Arrival
-from coordinator.workers.worker_hello import Course, KnownWorker, judge
+from coordinator.workers.worker_epoch import Arrival, Course, KnownWorker, judge
 from metrics.state import CoordinatorCounters
 from protocol import messages
 from protocol.arrays import Int32Array
@@ -55,8 +52,7 @@ from protocol.inventory import unpack_rows
 from protocol.logs import fields, logger
 from protocol.messages import PROTOCOL_VERSION, Command, CoordinatorMessage
 from protocol.settings import CoordinatorSettings
-from protocol.skew import check_version
-from protocol.transport.frames import check_size, read_frame
+from protocol.skew import check_size, check_version, read_frame
 
 #: Worker names known at the same time, up or down.
 WORKERS_MAX: Final = 1_024
@@ -255,7 +251,7 @@ class WorkerLinks:
 
         Its process is the one that made the connection; both may have ended by now.
         """
-        self._socket.introduce(received)
+        self._socket.connection_events.introduce(received.descriptor, received.user)
         if hello.worker in self._joining:
             raise Unavailable("an earlier hello of this name is in progress", field="worker", value=hello.worker)
         link = self._by_name.get(hello.worker)

@@ -29,14 +29,14 @@ from hisparse.cli import (
     top,
     workers,
 )
-from hisparse.console.options import RootGroup, common_options, exit_code_lines, show_version
+from hisparse.console.options import EXIT_MEANINGS, RootGroup, common_options, show_version
 
 
 def _root() -> RootGroup:
     root = RootGroup(
         name="hisparse",
         help="Long-context sparse-attention decode with the KV cache in host memory.",
-        epilog="\b\nExit codes:\n" + "\n".join(f"  {line}" for line in exit_code_lines()),
+        epilog="\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_MEANINGS.items()),
         params=[
             click.Option(
                 ["--version"],

@@ -99,7 +99,7 @@ def worker(config: Config, die_with: int | None, as_standby: bool, reason_fd: in
     """
     _die_with(die_with)
     if reason_fd is not None:
-        from protocol.end_reason import leave_reasons_at
+        from protocol.start_and_end import leave_reasons_at
 
         leave_reasons_at(reason_fd)
     return _worker_process()(config, as_standby=as_standby)

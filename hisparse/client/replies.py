@@ -14,7 +14,7 @@ from basics.request_checks import SEED_MAX
 from protocol import messages
 from protocol.errors import BY_CODE, BadInput, HiSparseError, InternalError, NotAllowed, ProtocolError
 from protocol.messages import PRIORITY_MAX, GatewayMessage
-from protocol.transport.frames import read_frame
+from protocol.skew import read_frame
 
 T = TypeVar("T")
 M = TypeVar("M", bound=messages.Message)

@@ -26,9 +26,8 @@ import trio
 
 import hisparse
 from protocol.config import ENVIRONMENT_PREFIX, KERNEL_CACHE_VARIABLE
-from protocol.end_reason import read_reason
 from protocol.errors import InternalError, Unavailable
-from protocol.start_step import step_of
+from protocol.start_and_end import read_reason, step_of
 
 #: prctl(2): the signal for a process when the thread that started it ends.
 PR_SET_PDEATHSIG: Final = 1
@@ -107,7 +106,7 @@ class Child:
     ) -> Child:
         """Start `command`. Its output goes to `log_path`, by default to the parent's stderr; it has the descriptors
         `inherited` under their numbers. `takes_orders`: its standard input is a pipe that `order` writes to.
-        `gives_reason`: `command` takes REASON_FLAG, and leaves there why it ends (protocol.end_reason)."""
+        `gives_reason`: `command` takes REASON_FLAG, and leaves there why it ends (protocol.start_and_end)."""
         reason_fd = os.memfd_create("reason") if gives_reason else None
         if reason_fd is not None:
             command, inherited = [*command, REASON_FLAG, str(reason_fd)], [*inherited, reason_fd]
@@ -133,7 +132,7 @@ class Child:
 
     @property
     def step(self) -> str:
-        """The step of its start, as the process itself tells it (protocol.start_step)."""
+        """The step of its start, as the process itself tells it (protocol.start_and_end)."""
         return step_of(self.pid)
 
     @property

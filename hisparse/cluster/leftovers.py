@@ -1,8 +1,11 @@
-"""Requests that an earlier start left unfinished in the journal: of which model, and what can be done with them."""
+"""What an earlier start has left: unfinished requests in the journal, of which model, and what can be done with them;
+sockets of processes that were killed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +16,7 @@ from hisparse.client.client import Client
 from protocol.config import default_journal
 from protocol.errors import ConfigError, Unavailable
 from protocol.messages import ModelInfo
-from protocol.settings import NO_JOURNAL, Config
+from protocol.settings import NO_JOURNAL, Config, WorkerSettings
 
 #: Most requests that a coordinator lists: more than it may have (coordinator.live_requests_max).
 ROWS_MAX: Final = 20_000
@@ -83,3 +86,39 @@ async def _unfinished(client: Client) -> list[str]:
 def _count(names: Sequence[str]) -> str:
     shown = ", ".join(names[:NAMES_MAX]) + (", …" if len(names) > NAMES_MAX else "")
     return f"{len(names)} unfinished request{'s' if len(names) != 1 else ''} ({shown})"
+
+
+IPC: Final = "ipc://"
+#: Names of sockets that processes make in the runtime directory.
+PATTERNS: Final = ("client.sock", "admin.sock", "worker.sock", "group-*.sock", "http-*.sock", "weights-*.sock")
+
+
+def remove_dead_sockets(config: Config, placed: Iterable[WorkerSettings] = ()) -> None:
+    """Remove sockets of a cluster with workers `placed` on which no process listens. What is no socket stays."""
+    for path in {*_sockets_of(config, placed)}:
+        if path.is_socket() and _is_dead(path):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _sockets_of(config: Config, placed: Iterable[WorkerSettings]) -> Iterator[Path]:
+    cluster, directory = config.cluster, Path(config.cluster.runtime_dir)
+    for pattern in PATTERNS:
+        yield from directory.glob(pattern)
+    endpoints = [cluster.client_endpoint, cluster.admin_endpoint, cluster.worker_endpoint]
+    for endpoint in endpoints + [it.group_endpoint for it in placed]:
+        if endpoint.startswith(IPC):
+            yield Path(endpoint.removeprefix(IPC))
+
+
+def _is_dead(path: Path) -> bool:
+    """Return whether no process listens there. One that has no place for a connection now does listen."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False

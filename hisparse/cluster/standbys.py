@@ -21,7 +21,7 @@ import trio
 
 from hisparse.cluster.children import Child
 from hisparse.cluster.restarts import Restarts, unseen_service_s
-from protocol.start_step import STANDBY
+from protocol.start_and_end import STANDBY
 
 #: How often a standby is looked for whose worker does not serve yet.
 LOOK_INTERVAL_S: Final = 0.25

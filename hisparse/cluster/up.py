@@ -43,9 +43,8 @@ import trio
 from hisparse.client.client import Client
 from hisparse.cluster.children import Child, child_environ, stop_children, wait_all
 from hisparse.cluster.gpus import gpu_bytes
-from hisparse.cluster.leftovers import check_leftovers, left_text
+from hisparse.cluster.leftovers import check_leftovers, left_text, remove_dead_sockets
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
-from hisparse.cluster.sockets import remove_dead_sockets
 from hisparse.cluster.standbys import Standbys
 from hisparse.cluster.starting import started
 from hisparse.cluster.supervision import COORDINATOR, HTTP, START_LIMIT_S, ProcessSupervisor, open_admin

@@ -67,10 +67,6 @@ EXIT_MEANINGS: Final = {
 }
 
 
-def exit_code_lines() -> list[str]:
-    return [f"{code:>3}  {meaning}" for code, meaning in EXIT_MEANINGS.items()]
-
-
 class RootGroup(click.Group):
     """A group that reports any error in one line on stderr and exits with its code."""
 
@@ -125,8 +121,8 @@ def fail(error: BaseException) -> NoReturn:
     if isinstance(error, NameClash):  # `protocol` may be another package
         _complain(str(error))
         sys.exit(EXIT_CODES["config"])
-    from protocol.end_reason import leave_reason
     from protocol.errors import HiSparseError
+    from protocol.start_and_end import leave_reason
 
     error = _innermost(error)
     match error:

@@ -161,6 +161,7 @@ def _request_report(request: DemoRequest, before: DemoRequest | None, evidence: 
     outcome, run = evidence.outcome, evidence.runs[request.request_id]
     row = outcome.watch.rows[request.request_id]
     verdict = compare(request.request_id, outcome.tokens[request.request_id], run, TIE_BOUND)
+    known = len(before.prompt) + len(outcome.tokens[before.request_id]) - 1 if before else 0
     return RequestReport(
         request_id=request.request_id,
         source=request.source,
@@ -180,12 +181,8 @@ def _request_report(request: DemoRequest, before: DemoRequest | None, evidence: 
         oracle_s=round(run.duration_s, 2),
         owner=request.owner,
         cached_tokens=row.prefix_tokens,
-        known_tokens=_full_pages(len(before.prompt) + len(outcome.tokens[before.request_id]) - 1) if before else 0,
+        known_tokens=known // PAGE_TOKENS * PAGE_TOKENS,
     )
-
-
-def _full_pages(rows: int) -> int:
-    return rows // PAGE_TOKENS * PAGE_TOKENS
 
 
 def problems_of(report: DemoReport) -> tuple[str, ...]:

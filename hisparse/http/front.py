@@ -14,6 +14,9 @@
 
 Whatever is refused is answered with the error object of the path's API and counted. A client that disconnects gets no
 answer and is not counted.
+
+The coordinator hears the front as one client, whose messages all keys share. So few look at the life of a request at
+once, one at a time of each key, and each look takes a while.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from hisparse.http.apis.known import APIS
 from hisparse.http.apis.large_bodies import LargeBodies
 from hisparse.http.apis.openai.answers import model_card, model_page
 from hisparse.http.apis.openapi import document
+from hisparse.http.apis.request_state import RequestProgress, progress_of
 from hisparse.http.apis.tokens import TOKEN_APIS, TokenApi
 from hisparse.http.apis.tools import named_in_header
 from hisparse.http.errors import MethodRefused, Unauthorized, anthropic_error_body, error_body, is_ours
@@ -46,20 +50,50 @@ from hisparse.http.models.grammar_checks import GrammarChecks
 from hisparse.http.models.renderers import Renderers
 from hisparse.http.outputs import FollowedOutputs
 from hisparse.http.page import FILES, HEADERS
-from hisparse.http.progress import ProgressWatch
 from hisparse.http.server.api_keys import NO_OWNER, ApiKeys, KeyOwner
 from hisparse.http.server.body_reader import BodyReader, place_in
 from hisparse.http.server.cors import Cors
 from hisparse.http.server.exchange import BODIES_BYTES_MAX, Channel, HttpExchange
 from hisparse.http.server.fairness.shares import Shares
+from hisparse.http.server.fairness.turns import Turns
+from hisparse.http.server.identities import scoped_id
 from hisparse.http.server.tracing import ServerTracing
 from hisparse.http.server.wire import RequestHead
 from metrics.state import HttpCounters
 from protocol.errors import HiSparseError, NotFound
 from protocol.logs import fields, logger
+from protocol.messages import NAME_CHARS_MAX
 from protocol.settings import HttpSettings
 from protocol.trace_context import context_of_headers
 from protocol.version import our_version
+
+#: Looks at once; of one key.
+LOOKS_MAX: Final = 8
+LOOKS_PER_KEY: Final = 1
+#: How long a look keeps its turn: at most 10 in a second of one key, and 80 of all.
+LOOK_S: Final = 0.1
+
+
+class ProgressWatch:
+    def __init__(self, link: CoordinatorLink) -> None:
+        self._link = link
+        self._turns = Turns(LOOKS_MAX, LOOKS_PER_KEY)
+
+    async def of(self, request_id: str, key: KeyOwner) -> RequestProgress:
+        """Of a request whose id its client chose: other ids of an owner are not known here. Raises NotFound or
+        Unavailable."""
+        known = scoped_id(request_id, key.scope)
+        if len(known) > NAME_CHARS_MAX:
+            raise NotFound("no such request", field="path", value=request_id[:NAME_CHARS_MAX], remedy="check the id")
+        async with self._turns.turn(key.name):
+            try:
+                row = (await self._link.client.request(known)).row
+            except NotFound as error:
+                raise NotFound("no such request", field="path", value=request_id, remedy="check the id") from error
+            finally:
+                await trio.sleep(LOOK_S)
+        return progress_of(row, request_id)
+
 
 #: Of a path, where it is told.
 PATH_CHARS_MAX: Final = 100

@@ -35,7 +35,7 @@ from basics.processes import Process, process_of
 from hisparse.client.client import Client
 from hisparse.client.connection import WELCOME_LIMIT_S
 from hisparse.cluster.children import Child, stop_children, stop_with_parent, wait_all
-from hisparse.cluster.sockets import remove_dead_sockets
+from hisparse.cluster.leftovers import remove_dead_sockets
 from hisparse.cluster.starting import started
 from hisparse.cluster.supervision import COORDINATOR, HTTP, START_LIMIT_S, ProcessSupervisor, open_admin
 from hisparse.cluster.up import EXIT_CHILD_LOST, STOP_GRACE_S, start_child, until_answering

@@ -1,1 +1,1 @@
-"""ZMQ under trio: the dealer socket, the CURVE keys and the frames. Nothing here knows what a message means."""
+"""ZMQ under trio: the dealer socket and the CURVE keys. Nothing here knows what a message means."""

@@ -22,9 +22,8 @@ from zmq.utils.monitor import parse_monitor_message
 from protocol.errors import BadInput
 from protocol.transport.curve import check_guarded, hung_up, not_allowed, show_key
 from protocol.transport.keys import Insecure, PeerKey
-from protocol.transport.monitor import monitor_of
 from protocol.transport.private_dir import check_private_dir
-from protocol.transport.watched import Watched, context_of, set_options, unavailable, unusable
+from protocol.transport.watched import Watched, context_of, monitor_of, set_options, unavailable, unusable
 
 #: Messages libzmq queues per connection and direction. Past it a sender waits.
 DEALER_QUEUE_MESSAGES: Final = 1_000

@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-import trio
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")]
 if not torch.cuda.is_available():
@@ -20,7 +19,6 @@ from tests.gpu.delay import spin  # noqa: E402
 from worker.streams import FENCES, HOST, STREAM_NAMES, FenceError, make_streams  # noqa: E402
 from worker.streams import cuda as backend  # noqa: E402
 from worker.streams.cuda import SAMPLE_EVERY, CudaStreams  # noqa: E402
-from worker.streams.waiting import wait_for_fence  # noqa: E402
 
 SPIN_S = 0.05
 #: A fence of each stream for which the host waits, in the order of STREAM_NAMES; none on swap and masks.
@@ -135,25 +133,6 @@ def test_only_the_thread_that_adopted_them_launches(streams: CudaStreams) -> Non
     thread.start()
     thread.join()
     assert "adopted" in str(caught[0])
-
-
-async def test_task_waits_while_other_tasks_run(streams: CudaStreams) -> None:
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            await trio.sleep(SPIN_S / 20)
-            turns += 1
-
-    streams.stage.launch("spin", partial(spin, SPIN_S))
-    fence = streams.stage.record("staged")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(count)
-        await wait_for_fence(fence, limit_s=5.0)
-        nursery.cancel_scope.cancel()
-    assert fence.done()
-    assert turns >= 8
 
 
 def test_fence_cost_is_sampled(streams: CudaStreams) -> None:

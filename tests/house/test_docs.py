@@ -25,10 +25,9 @@ from coordinator.listener import connection_tracker, rate_limiter, router, sweep
 from coordinator.service import CLIENT_UNREAD_MESSAGES
 from coordinator.turn import dispatch
 from hisparse.cli import main
-from hisparse.cli.reference import pages
 from hisparse.cluster import restarts, supervision
 from hisparse.demo import compare
-from hisparse.http import answering, link, outputs, progress
+from hisparse.http import answering, front, link, outputs
 from hisparse.http.apis import asks, tools
 from hisparse.http.apis import body as bodies
 from hisparse.http.models import renderers
@@ -41,6 +40,7 @@ from protocol.config import OTHER_VARIABLES, SECTIONS, HostFacts, build
 from protocol.settings import CoordinatorSettings, HttpSettings
 from protocol.transport import watched
 from tests import ROOT
+from tools.docs.reference import pages
 from worker.streams import FENCES
 from worker.transfer import receiving, sending
 
@@ -182,8 +182,8 @@ def test_each_shown_configuration_file_is_accepted() -> None:
         ("http.md", f"| {renderers.RENDER_LIMIT_S:g} s, {renderers.MEMORY_BYTES_MAX >> 20} MiB, the bytes of a text |"),
         ("http.md", f"same time | {body_reader.READERS_MAX}, in threads; {body_reader.READERS_PER_KEY} of one key |"),
         ("http.md", f"has not answered | {outputs.SUBMITS_MAX}; {outputs.SUBMITS_PER_KEY} of one key |"),
-        ("http.md", f"At most {progress.LOOKS_PER_KEY / progress.LOOK_S:g} a second for one key, "),
-        ("http.md", f"{progress.LOOKS_MAX / progress.LOOK_S:g} in all; further ones wait"),
+        ("http.md", f"At most {front.LOOKS_PER_KEY / front.LOOK_S:g} a second for one key, "),
+        ("http.md", f"{front.LOOKS_MAX / front.LOOK_S:g} in all; further ones wait"),
         ("http.md", f"the output's, {asks.ECHO_CHARS_MAX >> 20} MiB at most"),
         ("http.md", f"Limits: {tools.TOOLS_BYTES_MAX >> 20} MiB for `tools`, {tools.ARGUMENTS_BYTES_MAX >> 20} MiB"),
         ("http.md", f"names of {scanning.NAME_CHARS_MAX} letters, digits"),

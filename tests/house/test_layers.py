@@ -77,7 +77,7 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"models"},
         {"apis"},
         {"link"},
-        {"outputs", "progress"},
+        {"outputs"},
         {"answering"},
         {"front"},
         {"service"},

@@ -26,7 +26,7 @@ SHELLS: Final[dict[str, str]] = {
     "coordinator/state": "request",
     "coordinator/tokens": "",
     "coordinator/turn": "auditor",
-    "hisparse/http": "answering front link outputs progress service",
+    "hisparse/http": "answering front link outputs service",
     "hisparse/http/apis": "large_bodies",
     "hisparse/http/apis/anthropic": "",
     "hisparse/http/apis/openai": "",
@@ -38,7 +38,7 @@ SHELLS: Final[dict[str, str]] = {
     "hisparse/manifests": "environments groups processes",
     "hisparse/top": "draw run terminal",
     "protocol": (
-        "children config end_reason grammar_trials grammars logs rereading settings small_files start_step text "
+        "children config grammar_trials grammars logs rereading settings small_files start_and_end text "
         "tokenizer_files version"
     ),
 }

@@ -17,9 +17,6 @@ import trio
 import yaml
 
 from hisparse.client.client import Client, open_client
-from metrics.dashboards import DASHBOARDS, DIRECTORY, as_text
-from metrics.dashboards.grafana import COLUMNS, NAME_AND_INSTANCE, Dashboard, Panel, Query
-from metrics.dashboards.worker import ONE
 from metrics.families import Metric
 from metrics.names import BY_NAME
 from protocol.errors import BadInput, WrongState
@@ -30,6 +27,9 @@ from tests.support.limits import HANG_LIMIT_S
 from tests.support.ports import free_ports
 from tests.support.process_rig import Place
 from tests.support.prometheus_rig import Server, program, prometheus, unknown_in, until
+from tools.dashboards import DASHBOARDS, DIRECTORY, as_text
+from tools.dashboards.grafana import COLUMNS, NAME_AND_INSTANCE, Dashboard, Panel, Query
+from tools.dashboards.worker import ONE
 
 PANELS: Final = [(dashboard, panel) for dashboard in DASHBOARDS.values() for panel in dashboard.panels]
 ALL_PANELS: Final = pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 
 from protocol import messages
 from protocol.errors import ProtocolError
-from protocol.skew import PROTOCOL_VERSION_MIN, check_version
-from protocol.transport.frames import read_frame
+from protocol.skew import PROTOCOL_VERSION_MIN, check_version, read_frame
 
 UNIONS = (
     messages.AdminMessage,

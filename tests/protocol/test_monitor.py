@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from protocol.transport.monitor import end_connection
+from protocol.transport.watched import end_connection
 
 #: Far above what it takes; without a reset, Linux takes minutes.
 HEARD_S = 10.0

@@ -10,10 +10,9 @@ from typing import Any, Final
 
 from coordinator.scheduler import worker_registry
 from coordinator.state import placement_table
-from coordinator.state.groups import GroupLife, life_of
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.request_state import RequestState
-from coordinator.state.worker_entry import WorkerEntry
+from coordinator.state.worker_entry import GroupLife, WorkerEntry, life_of
 from coordinator.workers.worker_epoch import WorkerEpoch
 from protocol import messages
 from tests.sim.groups import RankRounds

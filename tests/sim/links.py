@@ -206,15 +206,12 @@ class FakeRouter:
             self._network.said.setdefault(connection.owner, {})[self] = frame
         return connection.dealer.offer(frame)
 
-    async def sweep(self, on_cut: Callable[[str], None]) -> None:
-        """Every connection here says hello."""
+    @property
+    def connection_events(self) -> FakeRouter:
+        return self
 
-    def introduce(self, received: Received) -> None:
-        """No peer is refused here for its rate."""
-
-    def cut(self, received: Received) -> None:
-        if (connection := self.peers.get(received.peer)) is not None:
-            self._network.cut(connection, losing=False)
+    def introduce(self, descriptor: int, user: str) -> None:
+        """Every connection here says hello, and no peer is cut off for its rate."""
 
     def close(self) -> None:
         """The process is gone: so is what it had not read, and every connection."""

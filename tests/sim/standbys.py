@@ -19,7 +19,7 @@ import trio
 
 from hisparse.cluster.children import Child
 from hisparse.cluster.standbys import Standbys
-from protocol.start_step import STANDBY
+from protocol.start_and_end import STANDBY
 from tests.sim.links import Latch
 
 if TYPE_CHECKING:

@@ -1,14 +1,28 @@
-"""One rank's part in its group, from the first meeting to the last round."""
+"""One rank's part in its group, from the first meeting to the last round.
+
+The ports on which gloo listens are closed to new connections once all ranks are connected. Gloo asks no connection who
+it is, keeps each that is made, and never stops listening. A filter on the listening socket drops what is sent to it
+from then on; connections that were accepted before have no filter. Between the start of the listener and
+`close_to_strangers` a peer that reaches the port could still stand in for a rank (docs/security.md).
+
+Rejected: shutting the socket down (the thread of gloo that accepts would see it ready for ever); gloo's TLS (torch is
+built without it); a firewall (needs rights that a worker does not have).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import struct
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from protocol.errors import ConfigError
 from protocol.logs import fields, logger
@@ -16,8 +30,85 @@ from protocol.messages import GroupMember
 from protocol.settings import Config, WorkerSettings
 from worker.group.control import Control
 from worker.group.exchange import ProcessGroupCollectives, explained
-from worker.group.listeners import close_to_strangers, listening
-from worker.group.store import ControlStore
+
+#: setsockopt(2) of Linux, and one instruction of a classic BPF program: return 0, which drops the packet.
+SO_ATTACH_FILTER: Final = 26
+DROP_ALL: Final = struct.pack("HBBI", 0x06, 0, 0, 0)
+
+
+def listening() -> frozenset[int]:
+    """Descriptors of this process's listening TCP sockets."""
+    return frozenset(number for number in map(int, os.listdir("/proc/self/fd")) if _listens(number))
+
+
+def close_to_strangers(descriptors: Iterable[int]) -> None:
+    """Let no further connection be made to these listening sockets. They stay open, and so do accepted connections.
+
+    Raises OSError where the kernel takes no filter.
+    """
+    program = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+    filter_of_one = struct.pack("@HP", 1, ctypes.addressof(program))
+    for number in descriptors:
+        with _borrowed(number) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_of_one)
+
+
+def _listens(number: int) -> bool:
+    with suppress(OSError), _borrowed(number) as found:  # OSError: it is no socket, or was closed meanwhile
+        is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
+        return is_tcp and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False
+
+
+@contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket]:
+    """A socket object for a descriptor that is not closed with it."""
+    found = socket.socket(fileno=number)
+    try:
+        yield found
+    finally:
+        found.detach()
+
+
+class ControlStore(Store):
+    """Keys are set or appended to, and are kept by rank 0. Waits have no timeout: a lost rank ends the process.
+
+    What gloo and NCCL ask for is here; `add`, `delete_key` and `num_keys` raise as in the base class. NCCL's monitor
+    asks once a second with `check` for a key of its timeouts, which this project does not use.
+    """
+
+    def __init__(self, control: Control) -> None:
+        super().__init__()
+        self._control = control
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._control.set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._control.set(key, value.encode() if isinstance(value, str) else bytes(value), appends=True)
+
+    def get(self, key: str) -> bytes:
+        return self._control.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        del timeout
+        for key in keys:
+            self._control.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        del keys
+        return False  # rank 0 is not asked: the answer would wait for it
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        del timeout
+
 
 #: Interfaces on which NCCL listens, where a group is on one machine.
 NCCL_INTERFACE: Final = "NCCL_SOCKET_IFNAME"

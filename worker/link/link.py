@@ -36,8 +36,8 @@ from protocol.messages import (
     decode_coordinator,
     encode,
 )
+from protocol.skew import read_frame
 from protocol.transport.dealer import DealerSocket
-from protocol.transport.frames import read_frame
 from protocol.transport.keys import Insecure, PeerKey
 from worker.link.link_state import Action, Apply, Drop, GiveUp, LinkState, Send, SendTokenizer, StopAsked
 from worker.link.outbox import REPORTS_UNACKED_MAX

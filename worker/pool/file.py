@@ -47,7 +47,7 @@ from typing import Final
 from kernels.layout import Geometry
 from protocol.byte_sizes import AUTO
 from protocol.errors import ConfigError, Unavailable
-from protocol.start_step import tell_step
+from protocol.start_and_end import tell_step
 from protocol.units import PAGE_TOKENS
 
 MAGIC: Final = b"HISPARSE"

@@ -13,7 +13,6 @@ marks the point reached so far, `wait` holds back what is launched after it.
     fences.py      the table of fences, and what the backends implement
     capture.py     the rules of a capture into a graph
     spans.py       how long work takes on a GPU
-    waiting.py     a fence awaited by a trio task
 
 `omit` names fences whose waits do nothing, on streams and host alike: a mutant, to see that a test would notice.
 """

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kernels.layout import Geometry
 from protocol.errors import ConfigError, ProtocolError
-from protocol.transport.frames import UNREADABLE
+from protocol.skew import UNREADABLE
 from protocol.units import PAGE_TOKENS
 
 #: Version of descriptions and of what senders and receivers say to each other; both ends must have the same.

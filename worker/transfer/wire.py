@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from protocol.errors import ProtocolError
-from protocol.transport.frames import UNREADABLE
+from protocol.skew import UNREADABLE
 from worker.transfer.interface import Layout
 
 #: Ready carries the transfer's pages, 4 bytes each, and the engine's blob.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from kernels.block_weight import BlockFp8
 from protocol.logs import fields, logger
-from protocol.start_step import tell_step
+from protocol.start_and_end import tell_step
 from worker.families.base import TensorSpec
 from worker.families.table import family_of
 from worker.weights.layout import EXPERT, ExpertShare, tensors_of

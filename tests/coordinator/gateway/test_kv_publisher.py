@@ -18,7 +18,7 @@ import zmq
 
 from coordinator.gateway import kv_publisher
 from coordinator.gateway.kv_publisher import KvPublisher, Published
-from coordinator.listener.authentication import CurveGuard
+from coordinator.listener.router import CurveGuard
 from coordinator.listener.zap import AllowList, ZapHandler
 from coordinator.memory.kv_events import AllRemoved, KvEvent, PagesRemoved, PagesStored
 from metrics.state import CoordinatorCounters

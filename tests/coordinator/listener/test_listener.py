@@ -15,8 +15,8 @@ from zmq.utils import z85
 from basics.token_bucket import BYTES_PER_TOKEN, cost_of
 from coordinator.listener import connection_tracker
 from coordinator.listener.connection_tracker import NEWCOMERS_MAX, ConnectionTracker
-from coordinator.listener.descriptors import OTHER_DESCRIPTORS
 from coordinator.listener.rate_limiter import CUT_AFTER, RateLimiter, RateVerdict
+from coordinator.listener.router import OTHER_DESCRIPTORS
 from coordinator.listener.zap import AllowList, ZapAnswer, ZapHandler
 from protocol.errors import CapacityError
 from protocol.transport.keys import AllowedKey
@@ -148,7 +148,7 @@ def test_connection_counts_hold_under_any_events(steps: list[tuple[str, int, str
 def room_made(soft: int, hard: int, connections: int) -> list[str]:
     """Soft limit after `make_room` in a process with these limits, and what it logged."""
     script = (
-        "import resource, sys; from coordinator.listener.descriptors import make_room\n"
+        "import resource, sys; from coordinator.listener.router import make_room\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
         f"make_room({connections}); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )

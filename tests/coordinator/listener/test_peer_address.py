@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.listener.dropped import Dropped
-from coordinator.listener.peer_address import UNKNOWN, peer_address
+from coordinator.listener.dropped import UNKNOWN, Dropped, peer_address
 from coordinator.listener.router import RouterSocket
 from protocol.logs import LogfmtFormatter
 from protocol.transport.dealer import DealerSocket

@@ -17,7 +17,7 @@ import zmq
 
 from coordinator.listener import connection_tracker, rate_limiter
 from coordinator.listener import router as router_module
-from coordinator.listener.authentication import CurveGuard
+from coordinator.listener.router import CurveGuard
 from coordinator.scheduler.api import SchedulerApi
 from hisparse.client.client import open_client
 from protocol import messages
@@ -148,7 +148,7 @@ async def test_reconnect_to_a_full_listener_waits_for_room(tmp_path: Path) -> No
     async with guarded(tmp_path) as it, it.client("bob", reconnect_limit_s=HANG_LIMIT_S) as client:
         tracker_of = it.sockets["client"].connection_tracker
         tracker_of.per_user_max = 0
-        assert it.sockets["client"].cut_users({"client:bob"}) == 1
+        assert it.sockets["client"].connection_events.cut_users({"client:bob"}) == 1
         await trio.sleep(0.5)
         assert client.reconnects == 0
         tracker_of.per_user_max = 1

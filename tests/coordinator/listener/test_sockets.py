@@ -117,8 +117,8 @@ async def test_peer_of_an_old_zmtp_has_no_descriptor(router: RouterSocket, versi
         connection.sendall(OLD_PROTOCOLS[version])
         (received,) = await router.recv_batch()
         assert (received.frame, received.descriptor, received.pid) == (b"first", -1, 0)
-        router.introduce(received)
-        router.cut(received)
+        router.connection_events.introduce(received.descriptor, received.user)
+        router.connection_events.cut(received.descriptor)
         assert router.send(received.peer, b"answer") is Sent.OK
         assert len(router.connection_tracker) == 1, "it has no hello, and will be ended"
 

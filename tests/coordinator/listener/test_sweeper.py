@@ -19,7 +19,11 @@ class QuietSocket:
 
     given_up_at = float("-inf")
 
-    async def watch_connections(self) -> None:
+    @property
+    def connection_events(self) -> QuietSocket:
+        return self
+
+    async def watch(self) -> None:
         await trio.sleep_forever()
 
     def cut_overdue(self) -> int:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from basics.process_memory import resident_bytes
-from coordinator.listener import received_bytes
-from coordinator.listener.received_bytes import ByteCounter
+from coordinator.listener import connection_events
+from coordinator.listener.connection_events import ByteCounter
 from coordinator.listener.unfinished import (
     GROWTH_BYTES_MAX,
     SLACK_BYTES,
@@ -158,7 +158,7 @@ def pair(family: socket.AddressFamily) -> tuple[socket.socket, socket.socket]:
 
 @pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
 def test_bytes_read_are_counted(family: socket.AddressFamily, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(received_bytes, "OFFSET_MIN", received_bytes.OFFSET_MAX - 10)
+    monkeypatch.setattr(connection_events, "OFFSET_MIN", connection_events.OFFSET_MAX - 10)
     sender, receiver = pair(family)
     with sender, receiver:
         counter = ByteCounter(receiver.fileno())

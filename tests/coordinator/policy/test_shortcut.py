@@ -10,10 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.memory.prefix_index import Chain
-from coordinator.policy.candidates import Candidates
+from coordinator.policy.candidates import Candidates, Standing, WorkerOrder
 from coordinator.policy.free_memory import PlacementAsk
 from coordinator.policy.prefix_reuse import OWN, PrefixReuse
-from coordinator.policy.shortcut import Standing, WorkerOrder
 from coordinator.state.placement_table import PlacementTable
 from coordinator.state.request_state import RequestState
 from coordinator.state.worker_entry import WorkerDrain, WorkerEntry

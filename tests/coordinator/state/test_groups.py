@@ -10,9 +10,8 @@ import trio.testing
 
 from basics.request_states import POISON_STRIKES, PendingKind
 from coordinator.policy.decisions import AdmitDecision, Decision
-from coordinator.state.groups import check_member, missing_of, ranks_text
 from coordinator.state.poison import SUSPECT_STRIKES
-from coordinator.state.worker_entry import WorkerDrain, WorkerEntry
+from coordinator.state.worker_entry import WorkerDrain, WorkerEntry, check_member, missing_of, ranks_text
 from protocol.errors import ConfigError, NotFound
 from protocol.messages import GROUP_SIZE_MAX, GroupMember, WorkerHello
 from tests.support.fakes.fake_cluster import MODEL, FakeCluster, FakePort, capacity

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from basics.request_states import State
 from coordinator.memory.host_pool import PageAges
 from coordinator.memory.ledger import Ledger
-from coordinator.state.waits import Waited, WaitFor, Waits
+from coordinator.state.request import Waited, WaitFor, Waits
 from coordinator.tokens.token_times import TokenTimes
 from metrics.state import TOKEN_BOUNDS_S, Buckets
 from protocol.messages import WorkerCapacity

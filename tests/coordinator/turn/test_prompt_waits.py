@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from coordinator.turn.prompt_waits import PromptWaits
+from coordinator.turn.request_table import PromptWaits
 from protocol import messages
 from protocol.arrays import pack_int32
 from tests.support.fakes.fake_cluster import FakeCluster

@@ -18,7 +18,7 @@ from coordinator.state.events import PlacementAdopted, RetractOrder, WorkerLost
 from coordinator.state.request_state import RequestState, Rows
 from coordinator.state.worker_entry import WorkerEntry
 from coordinator.turn.dispatch import Dispatch, Effects
-from coordinator.turn.reconciliation import adopt
+from coordinator.turn.recovery import adopt
 from protocol.errors import WrongState
 from protocol.inventory import InventoryRow
 from protocol.messages import Grant, Resize, Resized, Staged, Withdraw

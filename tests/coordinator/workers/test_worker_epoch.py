@@ -1,4 +1,4 @@
-"""coordinator.workers.worker_epoch, worker_hello and tokenizer_store: the pure parts behind worker links."""
+"""coordinator.workers.worker_epoch and tokenizer_store: the pure parts behind worker links."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from coordinator.workers.tokenizer_store import CHUNKS_MAX, TokenizerStore
-from coordinator.workers.worker_epoch import REPLAY_ASK_INTERVAL_S, Arrival, WorkerEpoch
-from coordinator.workers.worker_hello import Course, KnownWorker, judge
+from coordinator.workers.worker_epoch import REPLAY_ASK_INTERVAL_S, Arrival, Course, KnownWorker, WorkerEpoch, judge
 from metrics.state import COMMAND_BOUNDS_S, Buckets
 from protocol.errors import BadInput, HiSparseError, NameTaken, ProtocolError, Unavailable, WrongState
 from protocol.inventory import InventoryRow, pack_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.workers.worker_hello import Course, KnownWorker, judge
+from coordinator.workers.worker_epoch import Course, KnownWorker, judge
 from protocol.errors import NameTaken
 from tests.support.fakes.worker import hello
 

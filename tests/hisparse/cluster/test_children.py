@@ -16,8 +16,8 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from hisparse.cluster.children import Child, child_environ, die_with_parent, exit_text, stop_children, wait_all
-from protocol.end_reason import REASON_CHARS_MAX
 from protocol.errors import Unavailable
+from protocol.start_and_end import REASON_CHARS_MAX
 from tests import ROOT
 from tests.support.limits import HANG_LIMIT_S
 
@@ -63,7 +63,7 @@ def test_child_has_the_folder_of_kernels_and_no_setting(monkeypatch: pytest.Monk
 
 
 GIVES_REASON = (
-    "import sys; from protocol.end_reason import *; from protocol.errors import Unavailable; "
+    "import sys; from protocol.start_and_end import *; from protocol.errors import Unavailable; "
     "leave_reasons_at(int(sys.argv[-1])); error = {}; error.add_note('in a step'); leave_reason(error); sys.exit(3)"
 )
 

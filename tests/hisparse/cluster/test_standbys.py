@@ -17,7 +17,7 @@ from hisparse.cluster import restarts, standbys
 from hisparse.cluster.children import Child
 from hisparse.cluster.standbys import Standbys
 from hisparse.cluster.supervision import COORDINATOR, ProcessSupervisor
-from protocol.start_step import STANDBY
+from protocol.start_and_end import STANDBY
 from tests.hisparse.cluster.test_supervision import CHILDREN_LIMIT_S, SLEEP, FakeCluster, clusters, row
 
 __all__ = ["clusters"]

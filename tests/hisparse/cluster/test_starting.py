@@ -153,7 +153,7 @@ def test_the_listed_exit_code_of_a_rank_that_lost_a_peer_is_that_of_workers() ->
 #: Goes through the steps of a start, one in each 0.3 s.
 STEPS = """
 import time
-from protocol.start_step import tell_step
+from protocol.start_and_end import tell_step
 for step in {steps}:
     tell_step("weights", step)
     time.sleep(0.3)

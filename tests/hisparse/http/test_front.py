@@ -16,7 +16,7 @@ import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
-from hisparse.http import answering, front, link, outputs, progress
+from hisparse.http import answering, front, link, outputs
 from hisparse.http import service as server
 from hisparse.http.models.grammar_checks import GrammarChecks
 from hisparse.http.models.grammars import GrammarPlan
@@ -564,7 +564,7 @@ async def test_key_below_its_share_gets_a_place_when_full(tmp_path: Path) -> Non
 
 async def test_gets_that_wait_take_places_of_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused past the share; another key and a body are not. Places of clients that leave are free."""
-    monkeypatch.setattr(progress, "LOOK_S", 60.0)
+    monkeypatch.setattr(front, "LOOK_S", 60.0)
     mine, others = bearer(KEY), bearer(OTHER_KEY)
     async with front_rig(tmp_path, HttpSettings(requests_max=2), keys=(KEY, OTHER_KEY)) as rig:
         waiting = [rig.open("GET", "/v1/requests/a", mine) for _ in range(2)]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.group_rig import GroupRig
 from tests.worker.group.test_ranks import SETTINGS, asks_of, spread
-from worker.group.listeners import close_to_strangers, listening
+from worker.group.group import close_to_strangers, listening
 from worker.runners.tiny import write_tiny_checkpoint
 
 LISTENS = "0A"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.group.newcomers import NEWCOMERS_MAX, SPEAK_LIMIT_S, Newcomers
+from worker.group.sockets import NEWCOMERS_MAX, SPEAK_LIMIT_S, Newcomers
 
 
 def test_oldest_beyond_the_bound_are_ended_once() -> None:

@@ -25,7 +25,7 @@ from tests.support.group_rig import Ask, GroupRig, settings_of
 from tests.support.netns_rig import Namespace, cut, namespaces, why_not
 from tests.support.ports import free_ports
 from tests.worker.group.test_ranks import SETTINGS, asks_of, spread, wrong
-from worker.group import newcomers
+from worker.group import sockets
 from worker.group.control import Control
 from worker.group.messages import Join, encode
 
@@ -178,8 +178,8 @@ def test_connections_that_say_nothing_are_few_end_in_time_and_hold_no_rank_up(
     secret: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The ranks meet beside more of them than rank 0 keeps, and their end is none of a rank's."""
-    monkeypatch.setattr(newcomers, "NEWCOMERS_MAX", 20)
-    monkeypatch.setattr(newcomers, "SPEAK_LIMIT_S", 1e3)
+    monkeypatch.setattr(sockets, "NEWCOMERS_MAX", 20)
+    monkeypatch.setattr(sockets, "SPEAK_LIMIT_S", 1e3)
     port = free_ports(1)
     control = Control(config_of(str(secret), port), {})
     control.is_done = lambda: True  # it outlives rank 1
@@ -192,7 +192,7 @@ def test_connections_that_say_nothing_are_few_end_in_time_and_hold_no_rank_up(
         assert control._broke_at == float("inf")
         assert rank_one(config_of(str(secret), port)).wait(LIMIT_S) == 0
         assert [member.worker for member in control.members] == ["w0", "w1"]
-        monkeypatch.setattr(newcomers, "SPEAK_LIMIT_S", 0.5)
+        monkeypatch.setattr(sockets, "SPEAK_LIMIT_S", 0.5)
         until(lambda: not open_of(silent))
     assert "connections that said nothing were ended" in caplog.text
     control.leave()

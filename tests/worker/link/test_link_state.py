@@ -47,7 +47,7 @@ from protocol.messages import (
     WorkerWelcome,
     decode_coordinator,
 )
-from protocol.transport.frames import read_frame
+from protocol.skew import read_frame
 from tests.support.hostile import hostile_frames
 from tests.support.limits import HANG_LIMIT_S
 from worker.link.link_state import (

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from worker.pool import progress as room
-from worker.pool.progress import progress
+from worker.pool import host_pool as room
+from worker.pool.host_pool import progress
 
 
 class FakeTerminal(io.StringIO):

@@ -6,8 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import trio
-import trio.testing
 
 from protocol.errors import ConfigError
 from worker.streams import (
@@ -15,13 +13,11 @@ from worker.streams import (
     HOST,
     QUEUED_MAX,
     STREAM_NAMES,
-    Fence,
     FenceError,
     SimulatedStreams,
     Streams,
     make_streams,
 )
-from worker.streams.waiting import PAUSE_MAX_S, wait_for_fence
 
 SEEDS = range(40)
 
@@ -192,59 +188,6 @@ def test_simulated_streams_have_no_graphs() -> None:
     ran: list[str] = []
     assert simulated().capture(lambda: ran.append("launched")) is None
     assert not ran
-
-
-class SlowFence(Fence):
-    """Complete at the given time of trio's clock."""
-
-    name = "staged"
-
-    def __init__(self, at_s: float) -> None:
-        self.at_s = at_s
-
-    def __str__(self) -> str:
-        return "staged#7 of stage"
-
-    def done(self) -> bool:
-        return trio.current_time() >= self.at_s
-
-    def wait(self) -> None:
-        raise AssertionError("a task must not block")
-
-
-async def test_task_waits_for_a_fence_while_other_tasks_run(autojump_clock: trio.testing.MockClock) -> None:
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            await trio.sleep(0.1)
-            turns += 1
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(count)
-        await wait_for_fence(SlowFence(1.0), limit_s=5.0)
-        nursery.cancel_scope.cancel()
-    assert 1.0 <= trio.current_time() <= 1.0 + PAUSE_MAX_S
-    assert turns >= 9
-
-
-async def test_fence_timeout_names_the_fence(autojump_clock: trio.testing.MockClock) -> None:
-    """I8, and a cancelled wait leaves at once."""
-    with pytest.raises(FenceError, match="staged#7 of stage was not complete after 2 s"):
-        await wait_for_fence(SlowFence(float("inf")), limit_s=2.0)
-    with trio.move_on_after(0.5) as scope:
-        await wait_for_fence(SlowFence(float("inf")), limit_s=100.0)
-    assert scope.cancelled_caught
-    assert trio.current_time() == 2.5
-
-
-async def test_a_task_waits_for_a_simulated_fence() -> None:
-    streams, ran = simulated(3), list[int]()
-    for number in range(5):
-        streams.stage.launch("copy", partial(ran.append, number))
-    await wait_for_fence(streams.stage.record("staged"), limit_s=5.0)
-    assert ran == list(range(5))
 
 
 def test_unknown_names_are_refused() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from hisparse.http import progress
+from hisparse.http import front
 from hisparse.http.apis.anthropic.bodies import MessagesBody
 from hisparse.http.apis.asks import ECHO_CHARS_MAX, echoes_of
 from hisparse.http.apis.body import read_body
@@ -110,7 +110,7 @@ async def test_id_of_the_client_names_the_answer_and_is_refused_another_body(tmp
 
 async def test_looks_at_requests_are_paced_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that asks a hundred times at once is answered slowly; another key is not delayed by it."""
-    monkeypatch.setattr(progress, "LOOK_S", 0.2)
+    monkeypatch.setattr(front, "LOOK_S", 0.2)
     async with front_rig(tmp_path, keys=(KEY, OTHER_KEY)) as rig:
         flood = [rig.open("GET", "/v1/requests/none", {"authorization": f"Bearer {KEY}"}) for _ in range(50)]
         began = trio.current_time()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, Variable, View, named
+from tools.dashboards.grafana import Dashboard, Panel, Query, Row, Variable, View, named
 
 #: What a GPU's link to the host carries one way, bytes per second: PCIe 5.0 x16, less protocol.
 LINK_BYTES_PER_S: Final = 55e9
@@ -47,7 +47,7 @@ BACKED_UP: Final = of_workers("hisparse_worker_fence_wait_seconds_total", f'{ONE
 
 
 def quantiles(name: str, *shares: float) -> tuple[Query, ...]:
-    """Of one histogram, per worker."""
+    """Return quantiles of one histogram, per worker."""
     return tuple(
         by_worker(
             f"histogram_quantile({share}, sum by (job, instance, le) ({rate(f'{name}_bucket')}))",

@@ -26,7 +26,7 @@ NAME_AND_INSTANCE: Final = '/[{,]name="(?<text>[^"]+)|[{,]instance="(?<value>[^"
 
 
 class View(Enum):
-    """How a panel draws: lines, lines on top of each other, one number per series; over time in colours, the counts of
+    """Form of a panel: lines, lines on top of each other, one number per series; over time in colours, the counts of
     buckets, or a row for each series, in the order of their names."""
 
     LINES = "timeseries"
@@ -100,7 +100,7 @@ class Dashboard:
 
 
 def as_json(dashboard: Dashboard) -> Json:
-    """What is provisioned."""
+    """Return what is provisioned."""
     return {
         "uid": dashboard.uid,
         "title": dashboard.title,
@@ -110,7 +110,7 @@ def as_json(dashboard: Dashboard) -> Json:
         "editable": False,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_variable(it) for it in dashboard.variables]},
+        "templating": {"list": [_variable(variable) for variable in dashboard.variables]},
         "links": [{"type": "dashboards", "tags": ["hisparse"], "title": "HiSparse", "keepTime": True}],
         "annotations": {"list": [_alerts()]},
         "panels": list(_panels(dashboard.rows)),

@@ -1,14 +1,14 @@
-"""What happens to requests: how many, how long, and why not."""
+"""Fate of requests: how many, how long, and why not."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, View, named
+from tools.dashboards.grafana import Dashboard, Panel, Query, Row, View, named
 
 
 def quantiles(histogram: str, *shares: float, rare: bool = False) -> tuple[Query, ...]:
-    """Of one histogram, over all that export it."""
+    """Return quantiles of one histogram, over all that export it."""
     return tuple(
         Query(
             f"histogram_quantile({share}, sum by (le) (rate({histogram}_bucket[$__rate_interval])))",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from metrics.dashboards.grafana import Dashboard, Panel, Query, Row, View, named
+from tools.dashboards.grafana import Dashboard, Panel, Query, Row, View, named
 
 HEALTH: Final = Row(
     "Is it healthy?",

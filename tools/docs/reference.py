@@ -1,6 +1,6 @@
 """docs/commands.md and docs/settings.md, from the commands and settings themselves.
 
-python -m hisparse.cli.reference docs      write both anew; a test holds pages and code equal
+python -m tools.docs.reference docs      write both anew; a test holds pages and code equal
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def pages() -> Mapping[str, str]:
 
 
 def _commands_page() -> str:
-    commands = [(_code(_usage(path, it)), _cell(it.help or ""), _options(it)) for path, it in _commands(main)]
+    commands = [
+        (_code(_usage(path, command)), _cell(command.help or ""), _options(command))
+        for path, command in _commands(main)
+    ]
     common = [(_code(option), _cell(text)) for option, text in common_option_lines()]
     codes = [(str(code), meaning) for code, meaning in EXIT_MEANINGS.items()]
     return "\n".join(
@@ -44,7 +47,7 @@ def _settings_page() -> str:
 
     from protocol.config import SECTIONS, setting_text
 
-    flags = {it.name: it.opts[0] for _, command in _commands(main) for it in command.params}
+    flags = {option.name: option.opts[0] for _, command in _commands(main) for option in command.params}
     lines = [
         "# Settings",
         "",
@@ -71,15 +74,15 @@ def _commands(group: click.Group, path: str = "hisparse") -> Iterator[tuple[str,
 
 
 def _usage(path: str, command: click.Command) -> str:
-    arguments = (it for it in command.params if isinstance(it, click.Argument))
-    return " ".join((path, *(it.make_metavar(click.Context(command)) for it in arguments)))
+    arguments = (argument for argument in command.params if isinstance(argument, click.Argument))
+    return " ".join((path, *(argument.make_metavar(click.Context(command)) for argument in arguments)))
 
 
 def _options(command: click.Command) -> str:
     """Without those of settings."""
-    shown = (it for it in command.params if isinstance(it, click.Option) and not it.hidden)
-    own = (it for it in shown if not isinstance(it, SettingOption))
-    return ", ".join(_code("/".join((it.opts[-1], *it.secondary_opts))) for it in own)
+    shown = (option for option in command.params if isinstance(option, click.Option) and not option.hidden)
+    own = (option for option in shown if not isinstance(option, SettingOption))
+    return ", ".join(_code("/".join((option.opts[-1], *option.secondary_opts))) for option in own)
 
 
 def _table(head: str, rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -1,6 +1,0 @@
-"""Write the JSON files of all dashboards: `python -m metrics.dashboards`."""
-
-from metrics.dashboards import DASHBOARDS, DIRECTORY, as_text
-
-for name, dashboard in DASHBOARDS.items():
-    (DIRECTORY / name).write_text(as_text(dashboard))
