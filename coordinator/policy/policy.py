@@ -472,13 +472,15 @@ class _Plan:
     # ---------------------------------------------------------------- hot floors
 
     def keep_floors(self) -> None:
-        """Requests below their worker's hot floor rise to it, unless residents there wait for chunks to grow."""
+        """Requests below their worker's hot floor rise to it, unless residents there wait for chunks to grow. One that
+        waits for pages gets them first: as a resident it could lack the chunks for them, and would shrink again."""
         for worker in self.placement_table.workers.values():
             if worker.hot_floor is None or not worker.takes:
                 continue
             self._probe(worker)
             below = [(it, size) for it in self._resizable(worker) if (size := size_at_floor(it, worker)) is not None]
             below = [(it, size) for it, size in below if it.request_index != worker.probed]
+            below = [(it, size) for it, size in below if it.request_index not in self.placement_table.starving]
             starving = (it for it in self.placement_table.starving.values() if it.worker == worker.name)
             if not any(it.hot.hot_slots == RESIDENT for it in starving):
                 below = self._raise_to_floor(worker, below)

@@ -177,6 +177,18 @@ def test_what_no_worker_could_hold_at_the_floor_is_exempt() -> None:
     run_to_end(fake)
 
 
+@pytest.mark.parametrize(("chunks", "prompt"), [(6, 168), (8, 304), (10, 406)])
+def test_resident_that_fills_its_worker_shrinks_and_grows_on(chunks: int, prompt: int) -> None:
+    """Its next page comes ahead of the floor: it would be resident again, without a chunk for that page, forever."""
+    fake = cluster(hot_chunks=chunks)
+    set_floor(fake, RESIDENT)
+    fake.submit(0, prompt, 299)
+    run_to_end(fake)
+    sizes = [line.reason for line in fake.live[0].state.lines if line.event == "resize"]
+    assert sizes.count("resident") <= 1
+    assert fake.retracted == []
+
+
 def test_residents_that_outgrow_a_floor_send_the_last_in_rank_away_for_a_while() -> None:
     """It comes back where the others can grow a while; so retractions are few for the rows that come."""
     fake = cluster(hot_chunks=60, index_pages=4000, host_pages=4000, prompt_max_tokens=25_600)
