@@ -90,6 +90,7 @@ def decoded(model_path: Path, dtype: torch.dtype) -> Iterator[Path]:
             block = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
             exact[block] = (weight[block].double() * scales[row, column].double()).float().to(dtype)
         tensors[name.removesuffix("_scale_inv")] = exact
+    tensors = stacked(tensors)
     with tempfile.TemporaryDirectory() as copy:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(copy) / "model.safetensors")
         (Path(copy) / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
@@ -97,6 +98,23 @@ def decoded(model_path: Path, dtype: torch.dtype) -> Iterator[Path]:
         if generation.exists():
             (Path(copy) / generation.name).write_bytes(generation.read_bytes())
         yield Path(copy)
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors under the library's own names of experts: not for all families does it stack those of repositories."""
+    found, experts = dict[str, torch.Tensor](), dict[str, dict[int, dict[str, torch.Tensor]]]()
+    for name, tensor in tensors.items():
+        prefix, is_expert, rest = name.partition(".mlp.experts.")
+        if is_expert:
+            number, projection, _ = rest.split(".")
+            experts.setdefault(f"{prefix}{is_expert}", {}).setdefault(int(number), {})[projection] = tensor
+        else:
+            found[name] = tensor
+    for prefix, of_layer in experts.items():
+        ordered = [of_layer[number] for number in sorted(of_layer)]
+        found[f"{prefix}gate_up_proj"] = torch.stack([torch.cat((it["gate_proj"], it["up_proj"])) for it in ordered])
+        found[f"{prefix}down_proj"] = torch.stack([it["down_proj"] for it in ordered])
+    return found
 
 
 def round_inputs(model: Any, model_path: Path) -> None:

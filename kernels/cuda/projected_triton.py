@@ -224,6 +224,7 @@ def index_rows(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,  # 16 or more: what tl.dot takes
     HALF: tl.constexpr,
+    FIRST: tl.constexpr,  # of the 2 * HALF values that angles rotate
     INTERLEAVED: tl.constexpr,
     ROTATES: tl.constexpr,
     KIND_BYTES: tl.constexpr,  # of a value of a key that is kept; 1: in e4m3, scaled
@@ -243,12 +244,13 @@ def index_rows(
     kind = keys.dtype.element_ty
     lane = tl.arange(0, DIM_PADDED)
     row = tl.arange(0, BLOCK_HEADS)
-    half = lane % HALF
-    is_low = lane < HALF
+    turned_lane = (lane >= FIRST) & (lane < FIRST + 2 * HALF)
+    half = tl.where(turned_lane, lane - FIRST, 0) % HALF
+    is_low = lane < FIRST + HALF
     step: tl.constexpr = 2 if INTERLEAVED else 1
     other: tl.constexpr = 1 if INTERLEAVED else HALF
-    own = tl.where(lane < 2 * HALF, step * half + tl.where(is_low, 0, other), lane)
-    mate = tl.where(lane < 2 * HALF, step * half + tl.where(is_low, other, 0), lane)
+    own = tl.where(turned_lane, FIRST + step * half + tl.where(is_low, 0, other), lane)
+    mate = tl.where(turned_lane, FIRST + step * half + tl.where(is_low, other, 0), lane)
     if block == 0:
         a, b = normed_pair(keys + number * key_stride, own, mate, weight, bias, eps, DIM, DIM_PADDED)
         held = (row == 0)[:, None] & (lane < DIM)[None, :]
@@ -264,7 +266,7 @@ def index_rows(
     along = (first * c[None, :]).to(kind).to(tl.float32)
     across = (second * s[None, :]).to(kind).to(tl.float32)
     turned = tl.where(is_low[None, :], along - across, along + across)
-    tile = tl.where((lane < 2 * HALF)[None, :], turned, first).to(kind)
+    tile = tl.where(turned_lane[None, :], turned, first).to(kind)
     if ROTATES:
         inside = (lane < DIM)[:, None] & (lane < DIM)[None, :]
         matrix = tl.load(rotation + lane[:, None] * DIM + lane[None, :], mask=inside, other=0.0)

@@ -121,6 +121,8 @@ class Activations(NamedTuple):
 
     values: Tensor
     codes: Codes | None = None
+    #: float32[..., C]: by which what becomes of them is added to each residual stream, where there are several.
+    shares: Tensor | None = None
 
 
 def make_codes_for(member: nn.Module | None, rows: int) -> Codes | None:
@@ -131,7 +133,7 @@ def make_codes_for(member: nn.Module | None, rows: int) -> Codes | None:
 
 def product(rows: Activations, member: nn.Module) -> Tensor:
     """[..., N] of `member`."""
-    found: Tensor = member(*rows) if isinstance(member, BlockLinear) else member(rows.values)
+    found: Tensor = member(rows.values, rows.codes) if isinstance(member, BlockLinear) else member(rows.values)
     return found
 
 
