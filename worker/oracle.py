@@ -101,7 +101,7 @@ def decoded(model_path: Path, dtype: torch.dtype) -> Iterator[Path]:
 
 
 def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors under the library's own names of experts: not for all families does it stack those of repositories."""
+    """The tensors with all experts of a layer in one, as the library has them: of some families it reads no others."""
     found, experts = dict[str, torch.Tensor](), dict[str, dict[int, dict[str, torch.Tensor]]]()
     for name, tensor in tensors.items():
         prefix, is_expert, rest = name.partition(".mlp.experts.")
@@ -155,8 +155,7 @@ def mixed(module: Any, powers: bool, hidden: torch.Tensor, chosen: torch.Tensor,
     rows = rounded(hidden, powers)
     for expert in chosen.unique().tolist():
         tokens, choices = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (rows[tokens] @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
-        middle = rounded(torch.nn.functional.silu(gate) * up, powers)
+        middle = rounded(module._apply_gate(rows[tokens] @ module.gate_up_proj[expert].T), powers)
         part = (middle @ module.down_proj[expert].T) * shares[tokens, choices, None]
         total.index_add_(0, tokens, part.float())
     return total.to(hidden.dtype)

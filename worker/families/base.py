@@ -6,8 +6,8 @@ modules. A family says in which names, sizes and steps it differs; every hook's 
 
 A layer, with the hooks in the order of their use:
 
-    residual (connection, read_residual) -> input norm (rms_of, gate_norm) -> q_a_proj, kv_a_proj -> query norm -> query_input
-    -> query_projection -> split_queries, gate_projection -> selection (index_interleaves, index_rotates_last)
+    residual (connection, read_residual) -> input norm (rms_of, gate_norm) -> q_a_proj, kv_a_proj -> query norm
+    -> query_input -> query_projection -> split_queries, gate_projection -> selection (index_interleaves, index_rotates_last)
     -> attention (interleaves, sinks) -> gate_attended -> o_proj, residual (write_residual, connection, read_residual)
     -> norm ahead of the MLP (rms_of, gate_norm) -> MLP, or router (choice) and experts -> residual (write_residual)
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -69,8 +70,9 @@ class Family:
     #: Fields of config.json beside those of all families that are read, and values of others that are computed.
     read: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    #: Sizes among the fields that are read, which must be there.
+    #: Sizes among the fields that are read, which must be there; and numbers, which are above 0.
     widths: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
     dense_layers: int = 3  # first_k_dense_replace of a config.json that leaves it out
     interleaves: bool = True  # attention rotates neighbours; else halves
     index_interleaves: bool  # the indexer rotates neighbours; else halves
@@ -186,6 +188,10 @@ class Family:
     def gate_attended(self, attended: Tensor, gate: Tensor) -> Tensor:
         """Return the input of o_proj for attention's output [N, S, H * v] and its `gate`. Rows stay apart."""
         return attended
+
+    def expert_limit(self, config: Any) -> float:
+        """Return what a routed expert cuts its products of gate, from above, and of up, to either side, to."""
+        return inf
 
     def choice(self, router: Module) -> ExpertChoice | None:
         """Return how a router chooses experts; None where kernels do not choose so, and the library's router runs."""

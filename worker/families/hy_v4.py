@@ -107,6 +107,9 @@ class _HYV4(Family):
     def gate_attended(self, attended: Tensor, gate: Tensor) -> Tensor:
         return attended * in_whole_vectors(lambda values: values.sigmoid(), gate)
 
+    def expert_limit(self, config: Any) -> float:
+        return float(config.swiglu_limit)
+
     def shape(self, model: Module, normal: Callable[..., Tensor]) -> None:
         """Make streams differ, by weights that hang on them, and give heads sinks that take part of what they attend
         to."""
@@ -151,6 +154,7 @@ HY_V4: Final = _HYV4(
         **{"rope_interleave": (False,), "indexer_rope_interleave": (False,)},
     },
     widths=("hc_mult",),
+    numbers=("hc_magnitude", "hc_eps", "swiglu_limit"),
     dense_layers=1,
     interleaves=False,
     index_interleaves=False,

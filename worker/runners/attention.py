@@ -62,7 +62,9 @@ class Rope:
         width, size = queries.shape[-1], cos.shape[-1]
         if width == size:
             return self.library(queries, keys, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        turned, kept = (slice(width - size, None), slice(width - size)) if self.last else (slice(size), slice(size, None))
+        turned, kept = (
+            (slice(width - size, None), slice(width - size)) if self.last else (slice(size), slice(size, None))
+        )
         pair = self.library(queries[..., turned], keys[..., turned], cos, sin, unsqueeze_dim=unsqueeze_dim)
         parts = [(one, whole[..., kept]) for one, whole in zip(pair, (queries, keys), strict=True)]
         first, second = (torch.cat(one[::-1] if self.last else one, -1) for one in parts)

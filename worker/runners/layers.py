@@ -35,8 +35,8 @@ from torch import Tensor
 from kernels.attention import attend_rows
 from kernels.expert_choice import ExpertChoice
 from kernels.layout import Geometry
-from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of, latent_exponent
 from kernels.routing import router_logits
+from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of, latent_exponent
 from kernels.row_target import RowTarget
 from kernels.state import DeviceState
 from protocol.config_checks import SEATS_MAX
@@ -204,7 +204,14 @@ class Layers:
         return rows, mla.project_index_keys(layer.attention.indexer, *about)
 
     def finish(
-        self, layer: Layer, hidden: Tensor, attended: Tensor, experts: str, *, ending: mla.Ending, rows: int = 0
+        self,
+        layer: Layer,
+        hidden: Tensor,
+        attended: Tensor,
+        experts: str,
+        *,
+        ending: mla.Ending,
+        rows: int = 0,
     ) -> None:
         """Make the residual `hidden` what it is after the layer: `leave_attention`, the MLP and `join` in turn."""
         between = self.leave_attention(layer, hidden, attended, experts, ending=ending, rows=rows)
@@ -413,9 +420,7 @@ class Layers:
             parts += [index.queries, self.keys.decode(index.keys), index.weights]
         return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 
-    def _finish_step(
-        self, layer: Layer, hidden: Tensor, attended: Tensor, ending: mla.Ending
-    ) -> tuple[Tensor, Tensor]:
+    def _finish_step(self, layer: Layer, hidden: Tensor, attended: Tensor, ending: mla.Ending) -> tuple[Tensor, Tensor]:
         """`finish` as a decode step has it, with the model's norm of the result."""
         between = self.leave_attention(layer, hidden, attended, self.decode_experts, ending=ending)
         parts, shared = self.routed(layer, between, self.decode_experts), self.shared(layer, between)

@@ -245,7 +245,7 @@ class ModelTensors:
             config: Any = self.model.config
             sizes = self._share.count, config.moe_intermediate_size, config.hidden_size
             blocks = BlockExperts(prefix, sizes, self._memory, self._matmul)
-            blocks.place(self._share.first, config.n_routed_experts)
+            blocks.place(self._share.first, config.n_routed_experts, family_of(config).expert_limit(config))
             parent, _, name = prefix.rpartition(".")
             setattr(self.model.get_submodule(parent), name, blocks)
             self._blocks[prefix] = blocks

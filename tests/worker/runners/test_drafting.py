@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from protocol.errors import BadInput, ConfigError, InternalError
 from protocol.messages import ModelInfo
+from tests.support.checkpoints import DRAFTING
 from tests.support.runner_rig import Rig
 from worker.runners import tiny_weights
 from worker.runners.base import PromptPart
 from worker.runners.checkpoint import geometry_of
 from worker.runners.layers import Layers
 from worker.runners.sampling import sample
-from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
+from worker.runners.tiny import tiny_config, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.model import load_model
 from worker.weights.quantization import Quantization
@@ -137,7 +138,7 @@ def stepped(rig: Rig, known: list[list[int]]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 @pytest.mark.parametrize(("hot_slots", "pass_tokens"), [(0, PROMPT), (64, 64)])
 def test_drafts_of_steps_are_those_of_the_library(family: str, hot_slots: int, pass_tokens: int) -> None:
     """The prompt's rows are the layer's too: the first step attends to little else."""
@@ -152,7 +153,7 @@ def test_drafts_of_steps_are_those_of_the_library(family: str, hot_slots: int, p
     assert not rig.state.tripwires.any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_steps_without_drafts_write_the_rows_of_those_with_drafts(family: str) -> None:
     """And the index keys. The buffers are resident: no row moves."""
     rig, known = opened(pair_of(family), hot_slots=0)
@@ -168,7 +169,7 @@ def test_steps_without_drafts_write_the_rows_of_those_with_drafts(family: str) -
     assert not rig.state.tripwires.any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_drafts_of_an_fp8_checkpoint_are_those_of_its_decoded_weights(tmp_path: Path, family: str) -> None:
     """FP8 is kept in ours, and decoded for the library's."""
     write_tiny_checkpoint(tmp_path, family, index_topk=TOPK, fp8=True, powers_of_two=family == "glm-5")
@@ -183,7 +184,7 @@ def test_drafts_of_an_fp8_checkpoint_are_those_of_its_decoded_weights(tmp_path: 
         torch.testing.assert_close(draft.logits[seat], wanted_logits(pair, known[seat]), **CLOSE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_further_drafts_are_those_of_the_library(family: str) -> None:
     """The layer is applied to its own outputs; the rows of seats change places between two launches."""
     pair = pair_of(family)
@@ -213,7 +214,7 @@ def wanted_logits(pair: Pair, tokens: list[int], drafted: list[int] | None = Non
 
 
 def test_row_that_a_draft_wrote_is_written_again_from_the_models_state() -> None:
-    pair = pair_of(FAMILIES[0])
+    pair = pair_of(DRAFTING[0])
     rig, known = opened(pair, hot_slots=0)
     for _ in range(STEPS):
         draft = rig.draft([0, 1], stepped(rig, known))
@@ -225,7 +226,7 @@ def test_row_that_a_draft_wrote_is_written_again_from_the_models_state() -> None
 
 
 def test_draft_is_drawn_with_the_seed_and_the_position_of_its_request() -> None:
-    rig, known = opened(pair_of(FAMILIES[0]), hot_slots=64, temperature=1.5)
+    rig, known = opened(pair_of(DRAFTING[0]), hot_slots=64, temperature=1.5)
     hot = torch.full((2,), 1.5)
     for _ in range(STEPS):
         draft = rig.draft([0, 1], stepped(rig, known))
@@ -236,7 +237,7 @@ def test_draft_is_drawn_with_the_seed_and_the_position_of_its_request() -> None:
 
 
 def test_padding_drafts_nothing() -> None:
-    pair = pair_of(FAMILIES[1])
+    pair = pair_of(DRAFTING[1])
     rig, known = opened(pair, hot_slots=64)
     token = rig.decode([1], rows=3)[0]
     draft = rig.draft([1], token, rows=3)
@@ -246,7 +247,7 @@ def test_padding_drafts_nothing() -> None:
 
 
 def test_last_token_of_a_prompt_selects_alike_in_both_forms_of_prefill() -> None:
-    pair, warm = pair_of(FAMILIES[0]), []
+    pair, warm = pair_of(DRAFTING[0]), []
     for gathered in (False, True):
         runner = TransformersRunner(pair.model, pair.runner.info, pair.runner.geometry, gathered_prefill=gathered)
         rig = Rig(runner, seats=1, context_tokens=PROMPT + 2)
@@ -257,7 +258,7 @@ def test_last_token_of_a_prompt_selects_alike_in_both_forms_of_prefill() -> None
 
 
 def test_part_without_the_token_behind_it_is_refused() -> None:
-    runner = pair_of(FAMILIES[0]).runner
+    runner = pair_of(DRAFTING[0]).runner
     rig, tokens = Rig(runner, seats=1, context_tokens=64), torch.zeros(4, dtype=torch.long)
     prompts = runner.begin_pass(rig.streams, rig.state, [PromptPart(0, 0, 4, 0, False)], tokens)
     with pytest.raises(BadInput, match="following=None: the draft layer needs the token behind a part"):
@@ -281,7 +282,7 @@ def test_deterministic_mode_checks_all_batches_of_a_step(
 
 
 def test_runner_without_the_layer_does_not_draft() -> None:
-    pair = pair_of(FAMILIES[0])
+    pair = pair_of(DRAFTING[0])
     plain = TransformersRunner(pair.model, pair.runner.info, geometry_of(pair.model.config, "float32"))
     rig = Rig(plain, seats=1, context_tokens=64)
     rig.open(0, [1, 2, 3], hot_slots=0)
@@ -290,7 +291,7 @@ def test_runner_without_the_layer_does_not_draft() -> None:
         rig.draft([0], [1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_geometry_has_the_layer_in_a_group_of_its_own(family: str) -> None:
     config = tiny_config(family, TOPK, 1_024)
     config.num_nextn_predict_layers = 1
@@ -302,7 +303,7 @@ def test_geometry_has_the_layer_in_a_group_of_its_own(family: str) -> None:
 
 @pytest.mark.parametrize("layers", [None, 0, 2, True])
 def test_model_without_one_draft_layer_is_refused_where_drafts_are_asked(layers: object) -> None:
-    config = tiny_config(FAMILIES[0], TOPK, 1_024)
+    config = tiny_config(DRAFTING[0], TOPK, 1_024)
     config.num_nextn_predict_layers = layers
     geometry_of(config, "float32")
     with pytest.raises(ConfigError, match=rf"num_nextn_predict_layers={layers}: drafts need a model with one MTP"):
