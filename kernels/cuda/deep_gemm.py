@@ -228,8 +228,7 @@ def experts(
         out = torch.empty(len(chosen), down.values.shape[1], dtype=torch.bfloat16, device=chosen.device)
     for part in pieces(len(chosen)):
         rows = _part_of(hidden, part), chosen[part], shares[part]
-        about = first, experts_total, limit, out[part]
-        _add_piece(*rows, gate_up, down, *about, powers=powers, multiple=multiple)
+        _add_piece(*rows, gate_up, down, first, experts_total, limit, out[part], powers=powers, multiple=multiple)
     return out
 
 

@@ -7,7 +7,8 @@ modules. A family says in which names, sizes and steps it differs; every hook's 
 A layer, with the hooks in the order of their use:
 
     residual (connection, read_residual) -> input norm (rms_of, gate_norm) -> q_a_proj, kv_a_proj -> query norm
-    -> query_input -> query_projection -> split_queries, gate_projection -> selection (index_interleaves, index_rotates_last)
+    -> query_input -> query_projection -> split_queries, gate_projection
+    -> selection (index_interleaves, index_rotates_last)
     -> attention (interleaves, sinks) -> gate_attended -> o_proj, residual (write_residual, connection, read_residual)
     -> norm ahead of the MLP (rms_of, gate_norm) -> MLP, or router (choice) and experts -> residual (write_residual)
 

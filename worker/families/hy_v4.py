@@ -44,7 +44,7 @@ _SELECT_EVERY: Final = 4
 
 
 def _weights(logits: Tensor) -> Tensor:
-    """Return the sigmoid of `logits` float32[..., n]."""
+    """Return the sigmoid of `logits` [..., n], in their dtype."""
     return in_whole_vectors(lambda values: values.sigmoid(), logits)
 
 
@@ -94,7 +94,7 @@ class _HYV4(Family):
 
     def write_residual(self, residual: Tensor, added: Tensor, shares: Tensor) -> Tensor:
         streams = residual.unflatten(-1, (shares.shape[-1], -1)).float()
-        total = shares.unsqueeze(-1) * added.float().unsqueeze(-2) + streams
+        total: Tensor = shares.unsqueeze(-1) * added.float().unsqueeze(-2) + streams
         return total.to(residual.dtype).flatten(-2)
 
     def gate_projection(self, attention: Module) -> Module:
@@ -105,7 +105,7 @@ class _HYV4(Family):
         return found
 
     def gate_attended(self, attended: Tensor, gate: Tensor) -> Tensor:
-        return attended * in_whole_vectors(lambda values: values.sigmoid(), gate)
+        return attended * _weights(gate)
 
     def expert_limit(self, config: Any) -> float:
         return float(config.swiglu_limit)

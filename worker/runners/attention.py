@@ -25,7 +25,7 @@ N batch, S queries, T keys, H heads, r kv_lora_rank, d qk_rope_head_dim, n qk_no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import torch
@@ -62,9 +62,8 @@ class Rope:
         width, size = queries.shape[-1], cos.shape[-1]
         if width == size:
             return self.library(queries, keys, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        turned, kept = (
-            (slice(width - size, None), slice(width - size)) if self.last else (slice(size), slice(size, None))
-        )
+        cut = width - size if self.last else size
+        turned, kept = (slice(cut, None), slice(cut)) if self.last else (slice(cut), slice(cut, None))
         pair = self.library(queries[..., turned], keys[..., turned], cos, sin, unsqueeze_dim=unsqueeze_dim)
         parts = [(one, whole[..., kept]) for one, whole in zip(pair, (queries, keys), strict=True)]
         first, second = (torch.cat(one[::-1] if self.last else one, -1) for one in parts)
@@ -113,7 +112,7 @@ class Projected:
     #: On a GPU: the queries against rows that `query_rope` lies in, [N * S, H, r + d], whose first r values are to be
     #: written.
     queries: Tensor | None = None
-    ending: Ending = Ending()
+    ending: Ending = field(default_factory=Ending)
 
     def of_tokens(self, tokens: slice) -> Projected:
         """The queries of some tokens."""
@@ -190,8 +189,8 @@ def join_normed(
     """values [N, S, n] + (sum of parts [R, N * S, n] + added), rounded after each, `into` where it is given, and the
     library's norm of that, for products with `member` and others; it goes to `also` [N * S, n] too.
 
-    With `shares` float32[N, S, C], `values` [N, S, C * n] are residual streams, of which the sum is `write_residual`'s of the
-    family, and `connection` reads what the norm takes.
+    With `shares` float32[N, S, C], `values` [N, S, C * n] are residual streams, to which the family's `write_residual`
+    adds, and `connection` reads what the norm takes.
     """
     if shares is not None:
         return _join_streams(norm, values, parts, added, also, member, into, family, shares, connection)

@@ -610,8 +610,14 @@ class TransformersRunner:
     def _attend(self, scratch: _RunnerScratch, state: DeviceState, layer: Layer) -> None:
         layer.attend(state, scratch.queries, scratch.out_rows, scratch.latents)
         attended = mla.expand_values(layer.absorbed, scratch.latents).unsqueeze(1)
-        experts, about = self._layers.decode_experts, {"ending": scratch.ending, "real": scratch.real}
-        scratch.between = self._layers.leave_attention(layer, scratch.hidden, attended, experts, **about)
+        scratch.between = self._layers.leave_attention(
+            layer,
+            scratch.hidden,
+            attended,
+            self._layers.decode_experts,
+            ending=scratch.ending,
+            real=scratch.real,
+        )
 
     @torch.inference_mode()
     def _share(self, scratch: _RunnerScratch, layer: Layer) -> None:

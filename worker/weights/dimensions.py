@@ -42,7 +42,8 @@ def bounds_of(name: str) -> tuple[int, int]:
 
 def check_dimensions(config: Mapping[str, Any], file: str, field: str) -> None:
     """Raise ConfigError, with `file` as the value of `field`, unless every size that `config` has is within BOUNDS, the
-    family's `numbers` are above 0, and `indexer_types`, if it is there, names a kind for each layer. A size of null is the model library's default."""
+    family's `numbers` are above 0, and `indexer_types`, if it is there, names a kind for each layer. A size of null is
+    the model library's default."""
     family = FAMILIES.get(config.get("model_type", ""))
     for name in (*BOUNDS, *(family.widths if family else ())):
         value, (least, most) = config.get(name), bounds_of(name)

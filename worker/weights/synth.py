@@ -38,8 +38,8 @@ def write_synthetic(
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write a repository of `layers` layers and the draft layer, if the family's is known, `experts` routed experts (0: as published); returns
-    its tensors' bytes. Embedding and head are not written twice, as some publish them.
+    """Write a repository of `layers` layers and the draft layer, if the family's is known, `experts` routed experts (0:
+    as published); returns its tensors' bytes. Embedding and head are not written twice, as some publish them.
 
     Raises ConfigError for a family that is not served, or sizes that its configuration refuses.
     """

@@ -38,8 +38,8 @@ QUANTIZATION: Final[dict[str, Any]] = {
 
 
 class TensorSource(Protocol):
-    """Where values come from, by rows `first` to `first + count - 1`; a tensor of one dimension is one row, and of three
-    dimensions a row is a matrix."""
+    """Where values come from, by rows `first` to `first + count - 1`; a tensor of one dimension is one row, and a row
+    of three dimensions is a matrix."""
 
     def plain(self, spec: TensorSpec, first: int, count: int) -> Tensor:
         """Values of any floating dtype."""
