@@ -45,6 +45,8 @@ from transformers.utils import logging
 
 #: Values of a row that share a scale.
 BLOCK = 128
+#: Products whose stored name is another than the library's, where a family has them.
+RENAMED = (("self_attn.linear_gate", "self_attn.gate_proj"), ("self_attn.q_b_proj", "self_attn.q_gate_proj"))
 
 
 def main() -> int:
@@ -126,6 +128,7 @@ def round_inputs(model: Any, model_path: Path) -> None:
     powers = json.loads((model_path / "config.json").read_text())["quantization_config"].get("scale_fmt") == "ue8m0"
     stored = {name for file in model_path.glob("*.safetensors") for name in load_file(file)}
     kept = {name.removesuffix(".weight_scale_inv") for name in stored if name.endswith(".weight_scale_inv")}
+    kept |= {name.replace(*names) for name in kept for names in RENAMED}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name in kept and not name.endswith("kv_b_proj"):
             if module.in_features % BLOCK == 0 and module.out_features % 8 == 0:

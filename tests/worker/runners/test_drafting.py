@@ -33,7 +33,7 @@ CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 
 @dataclass(frozen=True)
 class Pair:
-    """A model with a draft layer, and the library's MtpModel of the same weights."""
+    """A model with a draft layer, if its family has one, and the library's MtpModel of the same weights."""
 
     model: Any
     theirs: Any
@@ -60,8 +60,11 @@ def pair_of(family: str) -> Pair:
     from transformers import AutoModelForCausalLM
 
     config, generator = tiny_config(family, TOPK, 1_024), torch.Generator().manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tiny_weights._shape(model.requires_grad_(False), generator, predictable=False)
+    info = ModelInfo("", "drafting", 1_024, config.vocab_size, 4, TOPK, (), "bytes", "")
+    if family not in DRAFTING:
+        return Pair(model, None, TransformersRunner(model, info, geometry_of(config, "float32")))
     tiny_weights._add_draft_layer(model, generator)
     layer = model.model.layers[-1]
     for norm in (model.model.norm, layer.enorm, layer.hnorm, layer.shared_head.norm):
@@ -69,7 +72,6 @@ def pair_of(family: str) -> Pair:
     layer.eh_proj.weight[:, config.hidden_size :] *= 10
     for weight in (layer.mlp.experts.down_proj, layer.mlp.shared_experts.down_proj.weight):
         weight.mul_(10)
-    info = ModelInfo("", "drafting", 1_024, config.vocab_size, 4, TOPK, (), "bytes", "")
     geometry = geometry_of(config, "float32", draft_layer=True)
     return Pair(model, of_library(model), TransformersRunner(model, info, geometry))
 

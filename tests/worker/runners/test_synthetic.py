@@ -30,6 +30,7 @@ SMALL = {
     "index_head_dim": 32,
     "index_topk": 16,
     "vocab_size": 100,
+    "pad_token_id": None,
     "max_position_embeddings": 512,
 }
 
