@@ -125,7 +125,7 @@ class _HYV4(Family):
 
 
 #: Of tiny checkpoints: the middle of sinks, the spread of a connection's base, and its scale.
-_SINK, _BASE_SPREAD, _SCALE = 4.0, 0.5, 0.2
+_SINK, _BASE_SPREAD, _SCALE = 8.0, 0.5, 0.2
 
 
 def _connection_tensors(config: Any, prefix: str, kinds: int) -> Iterator[TensorSpec]:
