@@ -114,8 +114,8 @@ def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             found[name] = tensor
     for prefix, of_layer in experts.items():
         ordered = [of_layer[number] for number in sorted(of_layer)]
-        found[f"{prefix}gate_up_proj"] = torch.stack([torch.cat((it["gate_proj"], it["up_proj"])) for it in ordered])
-        found[f"{prefix}down_proj"] = torch.stack([it["down_proj"] for it in ordered])
+        found[f"{prefix}gate_up_proj"] = torch.stack([torch.cat((one["gate_proj"], one["up_proj"])) for one in ordered])
+        found[f"{prefix}down_proj"] = torch.stack([one["down_proj"] for one in ordered])
     return found
 
 

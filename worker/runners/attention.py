@@ -95,8 +95,8 @@ class Compressed(NamedTuple):
     index_key: Tensor | None = None
 
 
-class Ending(NamedTuple):
-    """What the end of a layer's attention takes of its beginning."""
+class LayerEnding(NamedTuple):
+    """Gate and shares, which the end of a layer's attention takes of its beginning."""
 
     gate: Tensor | None = None  # [N, S, H * v]: as the family's `gate_attended` takes it
     shares: Tensor | None = None  # float32[N, S, C]: as its `write_residual` takes them
@@ -112,7 +112,7 @@ class Projected:
     #: On a GPU: the queries against rows that `query_rope` lies in, [N * S, H, r + d], whose first r values are to be
     #: written.
     queries: Tensor | None = None
-    ending: Ending = field(default_factory=Ending)
+    ending: LayerEnding = field(default_factory=LayerEnding)
 
     def of_tokens(self, tokens: slice) -> Projected:
         """The queries of some tokens."""
@@ -280,7 +280,7 @@ def project(
     batch, tokens, _ = inputs.hidden.values.shape
     queries, gate = family.split_queries(attention, product(inputs.queried, family.query_projection(attention)))
     gated = family.gate_projection(attention)
-    ending = Ending(gate if gated is None else product(inputs.hidden, gated), inputs.hidden.shares)
+    ending = LayerEnding(gate if gated is None else product(inputs.hidden, gated), inputs.hidden.shares)
     nope, rotary = queries.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
     down = product(inputs.hidden, attention.kv_a_proj_with_mqa) if inputs.latent is None else inputs.latent
     if not can_join(forms.rows, cos):
@@ -401,7 +401,7 @@ def project_index_keys(
 
 
 def _normed_key(indexer: Module, down: Tensor) -> Tensor:
-    """By the library, whose norm may be float32."""
+    """Norm index keys by the library, whose norm may be float32."""
     found: Tensor = indexer.k_norm(down.to(indexer.k_norm.weight.dtype))
     return found.to(down.dtype)
 

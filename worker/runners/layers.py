@@ -210,7 +210,7 @@ class Layers:
         attended: Tensor,
         experts: str,
         *,
-        ending: mla.Ending,
+        ending: mla.LayerEnding,
         rows: int = 0,
     ) -> None:
         """Make the residual `hidden` what it is after the layer: `leave_attention`, the MLP and `join` in turn."""
@@ -225,7 +225,7 @@ class Layers:
         attended: Tensor,
         experts: str,
         *,
-        ending: mla.Ending,
+        ending: mla.LayerEnding,
         rows: int = 0,
         real: Tensor | None = None,
     ) -> Halfway:
@@ -420,7 +420,9 @@ class Layers:
             parts += [index.queries, self.keys.decode(index.keys), index.weights]
         return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 
-    def _finish_step(self, layer: Layer, hidden: Tensor, attended: Tensor, ending: mla.Ending) -> tuple[Tensor, Tensor]:
+    def _finish_step(
+        self, layer: Layer, hidden: Tensor, attended: Tensor, ending: mla.LayerEnding
+    ) -> tuple[Tensor, Tensor]:
         """`finish` as a decode step has it, with the model's norm of the result."""
         between = self.leave_attention(layer, hidden, attended, self.decode_experts, ending=ending)
         parts, shared = self.routed(layer, between, self.decode_experts), self.shared(layer, between)

@@ -84,9 +84,9 @@ class PromptBlock:
         return slice(self.first, self.stop)
 
     @property
-    def ending(self) -> mla.Ending:
-        """What the projections, until they are taken away, leave for the end of attention."""
-        return mla.Ending() if self.projected is None else self.projected.ending
+    def ending(self) -> mla.LayerEnding:
+        """Return what the projections leave for the end of attention, until they are taken away."""
+        return mla.LayerEnding() if self.projected is None else self.projected.ending
 
     def place(self, piece: PromptPart) -> slice:
         """A piece in the block."""

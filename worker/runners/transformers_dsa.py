@@ -128,7 +128,7 @@ class _RunnerScratch:
     real: Tensor  # bool[B]
     angles: Angles  # [B, 1, d]
     queries: Tensor  # [B, H, r + d]
-    ending: mla.Ending  # of a layer's projections
+    ending: mla.LayerEnding  # of a layer's projections
     latents: Tensor  # [B, H, r]
     compressed: mla.Compressed | None  # of a layer, for its *select* and *project*
     between: Halfway | None  # of a layer, for its MLP
@@ -753,7 +753,7 @@ class TransformersRunner:
                 real=empty,
                 angles=(empty, empty),
                 queries=empty,
-                ending=mla.Ending(),
+                ending=mla.LayerEnding(),
                 latents=torch.empty(shape, dtype=self.dtype, device=device),
                 compressed=None,
                 between=None,
