@@ -27,6 +27,7 @@ a worker decodes at load and never comes here.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import Final
 
 import torch
@@ -101,6 +102,7 @@ def block_experts(
     first_expert: int = 0,
     experts_total: int | None = None,
     *,
+    limit: float = inf,
     out: Tensor | None = None,
 ) -> Tensor:
     """Output [T, K] of the experts first_expert .. first_expert + E - 1 for `hidden` [T, K].
@@ -112,12 +114,14 @@ def block_experts(
     experts; other choices, -1 among them, add nothing. `weights` is [T, k], float32 or the dtype of `hidden`. `gate`
     and `up` are [E, I, K], `down` is [E, K, I]. Rounded as the model library does with grouped_mm: to the dtype of
     `hidden` after each product, silu and gating; weighted in the wider dtype of the two; summed in float32, in the
-    order of `chosen`. `experts_total` of the layer over all ranks (None: E) serves the choice of tiles alone.
+    order of `chosen`. Products are cut to `limit` ahead of silu and gating: gate x from above, up x to either side.
+    `experts_total` of the layer over all ranks (None: E) serves the choice of tiles alone.
     """
     _check_experts(hidden, chosen, weights, gate, up, down)
     if _launches(hidden):
-        return block_fp8.experts(hidden, chosen, weights, gate, up, down, first_expert, experts_total, out=out)
-    return _experts(hidden, chosen, weights, gate, up, down, first_expert)
+        about = first_expert, experts_total
+        return block_fp8.experts(hidden, chosen, weights, gate, up, down, *about, limit=limit, out=out)
+    return _experts(hidden, chosen, weights, gate, up, down, first_expert, limit)
 
 
 def takes_w8a8(weight: BlockFp8) -> bool:
@@ -182,16 +186,18 @@ def block_experts_w8a8(
     experts_total: int | None = None,
     *,
     powers: bool = False,
+    limit: float = inf,
     out: Tensor | None = None,
 ) -> Tensor:
     """Do block_experts with the rows of both products quantized; `gate_up` [E, 2 I, K] has gate above up, I in whole
     blocks. A token chooses an expert once. On a GPU `hidden` may be quantized already, by the same `powers`."""
     if isinstance(hidden, quantize.Codes) or _launches(hidden):
         total = experts_total or len(down.values)
-        return deep_gemm.experts(hidden, chosen, weights, gate_up, down, first_expert, total, powers=powers, out=out)
+        about = first_expert, total
+        return deep_gemm.experts(hidden, chosen, weights, gate_up, down, *about, powers=powers, limit=limit, out=out)
     gate, up = halves(gate_up)
     _check_experts(hidden, chosen, weights, gate, up, down)
-    return _experts(hidden, chosen, weights, gate, up, down, first_expert, w8a8=True, powers=powers)
+    return _experts(hidden, chosen, weights, gate, up, down, first_expert, limit, w8a8=True, powers=powers)
 
 
 def halves(gate_up: BlockFp8) -> tuple[BlockFp8, BlockFp8]:
@@ -288,6 +294,7 @@ def _experts(
     up: BlockFp8,
     down: BlockFp8,
     first_expert: int,
+    limit: float,
     *,
     w8a8: bool = False,
     powers: bool = False,
@@ -302,7 +309,8 @@ def _experts(
 
     products = hidden.new_zeros(*chosen.shape, hidden.shape[1])
     for expert in range(len(gate.values)):
-        middle = F.silu(product(hidden, gate, expert)) * product(hidden, up, expert)
+        opened, factor = product(hidden, gate, expert).clamp(max=limit), product(hidden, up, expert)
+        middle = F.silu(opened) * factor.clamp(-limit, limit)
         held = (chosen == first_expert + expert).unsqueeze(-1)
         products = torch.where(held, product(middle, down, expert).unsqueeze(1), products)
     return (products * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(hidden.dtype)

@@ -10,11 +10,12 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Angles:
     """`cos` and `sin` [M, d], whose halves are equal. Pairs of values are neighbours when `interleaved`, else i and
-    i + d / 2, as they are in what was rotated."""
+    i + d / 2, as they are in what was rotated: the first d values of a vector, or the last ones."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
+    last: bool = False
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def decoded(model_path: Path, dtype: torch.dtype) -> Iterator[Path]:
             block = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
             exact[block] = (weight[block].double() * scales[row, column].double()).float().to(dtype)
         tensors[name.removesuffix("_scale_inv")] = exact
+    tensors = stacked(tensors)
     with tempfile.TemporaryDirectory() as copy:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(copy) / "model.safetensors")
         (Path(copy) / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
@@ -99,6 +100,23 @@ def decoded(model_path: Path, dtype: torch.dtype) -> Iterator[Path]:
         if generation.exists():
             (Path(copy) / generation.name).write_bytes(generation.read_bytes())
         yield Path(copy)
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with all experts of a layer in one, as the library has them: of some families it reads no others."""
+    found, experts = dict[str, torch.Tensor](), dict[str, dict[int, dict[str, torch.Tensor]]]()
+    for name, tensor in tensors.items():
+        prefix, is_expert, rest = name.partition(".mlp.experts.")
+        if is_expert:
+            number, projection, _ = rest.split(".")
+            experts.setdefault(f"{prefix}{is_expert}", {}).setdefault(int(number), {})[projection] = tensor
+        else:
+            found[name] = tensor
+    for prefix, of_layer in experts.items():
+        ordered = [of_layer[number] for number in sorted(of_layer)]
+        found[f"{prefix}gate_up_proj"] = torch.stack([torch.cat((one["gate_proj"], one["up_proj"])) for one in ordered])
+        found[f"{prefix}down_proj"] = torch.stack([one["down_proj"] for one in ordered])
+    return found
 
 
 def round_inputs(model: Any, model_path: Path) -> None:
@@ -147,8 +165,7 @@ def mixed(module: Any, powers: bool, hidden: torch.Tensor, chosen: torch.Tensor,
     rows = rounded(hidden, powers)
     for expert in chosen.unique().tolist():
         tokens, choices = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (rows[tokens] @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
-        middle = rounded(torch.nn.functional.silu(gate) * up, powers)
+        middle = rounded(module._apply_gate(rows[tokens] @ module.gate_up_proj[expert].T), powers)
         part = (middle @ module.down_proj[expert].T) * shares[tokens, choices, None]
         total.index_add_(0, tokens, part.float())
     return total.to(hidden.dtype)

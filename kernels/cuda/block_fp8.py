@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from math import inf
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -182,6 +183,7 @@ def experts(
     first_expert: int,
     experts_total: int | None,
     *,
+    limit: float = inf,
     tiles: tuple[Tiles, Tiles] | ExpertPlans | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -204,7 +206,8 @@ def experts(
         size = max(1, min(size, tiles.assignments_max(len(gate.values)) // choices))
     for start in range(0, tokens, size):
         piece = slice(start, start + size)
-        _experts(hidden[piece], chosen[piece], weights[piece], gate, up, down, first_expert, out[piece], tiles)
+        about = first_expert, limit, out[piece], tiles
+        _experts(hidden[piece], chosen[piece], weights[piece], gate, up, down, *about)
     return out
 
 
@@ -216,6 +219,7 @@ def _experts(
     up: BlockFp8,
     down: BlockFp8,
     first_expert: int,
+    limit: float,
     out: Tensor,
     tiles: tuple[Tiles, Tiles] | ExpertPlans,
 ) -> None:
@@ -246,9 +250,9 @@ def _experts(
     )
     routed = tile_expert, slots
     if isinstance(tiles, ExpertPlans):
-        products = _products_on_hopper(hidden, routed, choices, gate, up, down, tiles)
+        products = _products_on_hopper(hidden, routed, choices, gate, up, down, limit, tiles)
     else:
-        products = _products_by_triton(hidden, routed, choices, gate, up, down, tiles)
+        products = _products_by_triton(hidden, routed, choices, gate, up, down, limit, tiles)
     unit.add_choices[len(hidden), -(-width // WIDTH_BLOCK)](
         products,
         chosen,
@@ -273,6 +277,7 @@ def _products_on_hopper(
     gate: BlockFp8,
     up: BlockFp8,
     down: BlockFp8,
+    limit: float,
     plans: ExpertPlans,
 ) -> Tensor:
     """Of each assignment, by block_linear: rows of a tile follow each other in memory, for its copies."""
@@ -293,7 +298,7 @@ def _products_on_hopper(
         **launch_options(hidden.device),
     )
     gated = torch.empty(rows, middle, dtype=torch.bfloat16, device=hidden.device)
-    block_linear.grouped(gathered, gate, up, tile_expert, slots, gated, plans.gated)
+    block_linear.grouped(gathered, gate, up, tile_expert, slots, gated, plans.gated, limit)
     del gathered
     products = torch.empty(len(hidden) * choices, width, dtype=torch.bfloat16, device=hidden.device)
     block_linear.grouped(gated, down, None, tile_expert, slots, products, plans.grouped)
@@ -307,6 +312,7 @@ def _products_by_triton(
     gate: BlockFp8,
     up: BlockFp8,
     down: BlockFp8,
+    limit: float,
     tiles: tuple[Tiles, Tiles],
 ) -> Tensor:
     """Of each assignment, by Triton."""
@@ -327,6 +333,7 @@ def _products_by_triton(
         middle,
         width,
         _blocks(width),
+        limit,
         **_options(for_gate, width, device),
     )
     products = torch.empty(assignments, width, dtype=torch.bfloat16, device=device)

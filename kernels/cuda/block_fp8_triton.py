@@ -132,6 +132,7 @@ def gated(
     n,
     k,
     blocks,
+    limit,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     EVEN: tl.constexpr,
@@ -139,7 +140,8 @@ def gated(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """out[assignment] [n] = silu(gate x) * up x of its token x, rounded to bfloat16 after each of the four steps."""
+    """out[assignment] [n] = silu(gate x) * up x of its token x, rounded to bfloat16 after each of the four steps. Both
+    products are cut to `limit`, gate's from above."""
     early.begin(EARLY)
     first = tl.program_id(0) * BLOCK_N
     tile = tl.program_id(1)
@@ -168,8 +170,11 @@ def gated(
         up_scale = tl.load(up_scales + scales_at + block)
         ups = add_product(ups, codes, up_scale, rows, E4M3)
     x = gates.to(tl.bfloat16).to(tl.float32)
+    x = tl.where(x > limit, limit, x)
     opened = (x / (1.0 + tl.exp(-x))).to(tl.bfloat16).to(tl.float32)
-    values = opened * ups.to(tl.bfloat16).to(tl.float32)
+    factor = ups.to(tl.bfloat16).to(tl.float32)
+    factor = tl.where(factor > limit, limit, tl.where(factor < -limit, -limit, factor))
+    values = opened * factor
     to = out + (slot.to(tl.int64) * n)[None, :] + row[:, None]
     tl.store(to, values.to(tl.bfloat16), mask=(row < n)[:, None] & real[None, :])
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from math import inf
 from typing import Any, Final
 
 import torch
@@ -77,11 +78,13 @@ def grouped(
     slots: Tensor,
     out: Tensor,
     plan: LinearPlan,
+    limit: float = inf,
 ) -> None:
     """Products of `rows` bfloat16[tiles * plan.tokens, K], a tile of them by the expert that `tile_expert` names.
 
-    With `other`: out[row] = silu(weight row) * other row, bfloat16[tiles * plan.tokens, n]. Without: rows of `out` are
-    those that `slots` int32[tiles, plan.tokens] names; -1: none.
+    With `other`: out[row] = silu(weight row) * other row, bfloat16[tiles * plan.tokens, n], both products cut to
+    `limit`, the first from above. Without: rows of `out` are those that `slots` int32[tiles, plan.tokens] names; -1:
+    none.
     """
     (held, n, k), device, tiles = weight.values.shape, out.device, len(tile_expert)
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -106,6 +109,7 @@ def grouped(
         blocks=-(-k // BLOCK),
         row_tiles=-(-n // tile_rows),
         jobs_max=tiles,
+        limit=limit,
     )
     kernel = _kernel(plan._replace(least=0), form, device.index)
     kernel.launch(

@@ -25,6 +25,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -214,6 +215,7 @@ def experts(
     experts_total: int,
     *,
     powers: bool,
+    limit: float = inf,
     multiple: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -226,7 +228,7 @@ def experts(
         out = torch.empty(len(chosen), down.values.shape[1], dtype=torch.bfloat16, device=chosen.device)
     for part in pieces(len(chosen)):
         rows = _part_of(hidden, part), chosen[part], shares[part]
-        _add_piece(*rows, gate_up, down, first, experts_total, out[part], powers=powers, multiple=multiple)
+        _add_piece(*rows, gate_up, down, first, experts_total, limit, out[part], powers=powers, multiple=multiple)
     return out
 
 
@@ -250,6 +252,7 @@ def _add_piece(
     down: BlockFp8,
     first: int,
     experts_total: int,
+    limit: float,
     out: Tensor,
     *,
     powers: bool,
@@ -265,7 +268,9 @@ def _add_piece(
         rows = quantize.quantize(hidden, powers=powers, placed=placed)
     both = grouped(rows, gate_up, placed, expected, tile)
     del rows
-    gated_rows = quantize.quantize_gated(both[:, :middle], both[:, middle:], powers=powers, placed=placed)
+    gate, up = both[:, :middle], both[:, middle:]
+    gated_rows = quantize.quantize_gated(gate, up, powers=powers, placed=placed, limit=limit)
+    del gate, up
     del both
     quantize.add_rows(grouped(gated_rows, down, placed, expected, tile), placed, shares, out)
 

@@ -131,6 +131,7 @@ def index_rows(
         DIM=form.scaled,
         DIM_PADDED=max(DOT_LEAST, power_of_two(form.scaled)),
         HALF=angles.cos.shape[-1] // 2,
+        FIRST=form.scaled - angles.cos.shape[-1] if angles.last else 0,
         ROTATES=rotation is not None,
         BLOCK_HEADS=block,
         HEADS_PADDED=power_of_two(max(1, heads)),

@@ -202,6 +202,20 @@ def normed_pair(line, own, mate, weight, bias, eps, DIM: tl.constexpr, DIM_PADDE
 
 
 @triton.jit
+def places_of(lane, FIRST: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of values `lane` of a result: whether angles rotate them, the pair, whether they are its first, and the places of
+    both values that they come from."""
+    is_turned = (lane >= FIRST) & (lane < FIRST + 2 * HALF)
+    half = tl.where(is_turned, lane - FIRST, 0) % HALF
+    is_low = lane < FIRST + HALF
+    step: tl.constexpr = 2 if INTERLEAVED else 1
+    other: tl.constexpr = 1 if INTERLEAVED else HALF
+    own = tl.where(is_turned, FIRST + step * half + tl.where(is_low, 0, other), lane)
+    mate = tl.where(is_turned, FIRST + step * half + tl.where(is_low, other, 0), lane)
+    return is_turned, half, is_low, own, mate
+
+
+@triton.jit
 def index_rows(
     keys,
     key_stride,
@@ -224,6 +238,7 @@ def index_rows(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,  # 16 or more: what tl.dot takes
     HALF: tl.constexpr,
+    FIRST: tl.constexpr,  # of the 2 * HALF values that angles rotate
     INTERLEAVED: tl.constexpr,
     ROTATES: tl.constexpr,
     KIND_BYTES: tl.constexpr,  # of a value of a key that is kept; 1: in e4m3, scaled
@@ -243,12 +258,7 @@ def index_rows(
     kind = keys.dtype.element_ty
     lane = tl.arange(0, DIM_PADDED)
     row = tl.arange(0, BLOCK_HEADS)
-    half = lane % HALF
-    is_low = lane < HALF
-    step: tl.constexpr = 2 if INTERLEAVED else 1
-    other: tl.constexpr = 1 if INTERLEAVED else HALF
-    own = tl.where(lane < 2 * HALF, step * half + tl.where(is_low, 0, other), lane)
-    mate = tl.where(lane < 2 * HALF, step * half + tl.where(is_low, other, 0), lane)
+    is_turned, half, is_low, own, mate = places_of(lane, FIRST, HALF, INTERLEAVED)
     if block == 0:
         a, b = normed_pair(keys + number * key_stride, own, mate, weight, bias, eps, DIM, DIM_PADDED)
         held = (row == 0)[:, None] & (lane < DIM)[None, :]
@@ -264,7 +274,7 @@ def index_rows(
     along = (first * c[None, :]).to(kind).to(tl.float32)
     across = (second * s[None, :]).to(kind).to(tl.float32)
     turned = tl.where(is_low[None, :], along - across, along + across)
-    tile = tl.where((lane < 2 * HALF)[None, :], turned, first).to(kind)
+    tile = tl.where(is_turned[None, :], turned, first).to(kind)
     if ROTATES:
         inside = (lane < DIM)[:, None] & (lane < DIM)[None, :]
         matrix = tl.load(rotation + lane[:, None] * DIM + lane[None, :], mask=inside, other=0.0)

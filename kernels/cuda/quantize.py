@@ -15,6 +15,7 @@ Every launch begins early and waits for the kernel ahead before it reads.
 from __future__ import annotations
 
 import ctypes
+from math import inf
 from typing import Final, NamedTuple
 
 import torch
@@ -156,15 +157,16 @@ def spread(codes: Codes, placed: Placed) -> Quantized:
 
 
 def quantize_gated(
-    gate: Tensor, up: Tensor, *, powers: bool, placed: Placed | None = None, total: int = 0
+    gate: Tensor, up: Tensor, *, powers: bool, placed: Placed | None = None, total: int = 0, limit: float = inf
 ) -> Quantized:
-    """silu(gate) * up, rounded to bfloat16 after each of both, as `quantize`. Rows bfloat16[rows, k] lie equally far
-    apart in both; by `placed`, those of its choices are read and written, and no others."""
+    """silu(gate) * up, rounded to bfloat16 after each of both, as `quantize`. Both are cut to `limit` first, gate from
+    above. Rows bfloat16[rows, k] lie equally far apart in both; by `placed`, those of its choices are read and written,
+    and no others."""
     rows, k = _checked("gate", gate)
     target = _target(max(rows, total), k, gate.device, placed)
     if rows:
         count = rows if placed is None else len(placed.rows)
-        _launch("quantize_gated", gate, up, placed, target, count, 1, powers=powers)
+        _launch("quantize_gated", gate, up, placed, target, count, 1, powers=powers, limit=limit)
     return target
 
 
@@ -221,6 +223,7 @@ def _launch(
     choices: int,
     *,
     powers: bool,
+    limit: float = inf,
 ) -> None:
     k = hidden.shape[1]
     parameters = QuantizeRows(
@@ -236,6 +239,7 @@ def _launch(
         blocks=k // BLOCK,
         span=target.scales.stride(1),
         powers=int(powers),
+        limit=limit,
     )
     _run(kernel, hidden.device, (_blocks(count, k), 1), parameters, QUANTIZE_THREADS)
 

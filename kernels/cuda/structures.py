@@ -367,7 +367,8 @@ class BlockLinear(Structure):
         ("i32", "units", "tiles * blocks; by experts: known to the device"),
         ("i32", "token_tiles", "dense"),
         ("i32", "row_tiles, jobs_max", "by experts"),
-        ("i32", "unused[11]"),
+        ("float", "limit", "gate and up: of both products, of gate from above"),
+        ("i32", "unused[10]"),
     )
     _fields_ = fields(members)
 
@@ -403,6 +404,7 @@ class QuantizeRows(Structure):
         ("i32", "k, blocks", "128 * blocks values of a row"),
         ("i32", "span", "at least as many as there are rows"),
         ("i32", "powers", "1: scales are powers of two"),
+        ("float", "limit", "of quantize_gated: of both, of hidden from above"),
     )
     _fields_ = fields(members)
 

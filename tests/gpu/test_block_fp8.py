@@ -83,6 +83,7 @@ def test_long_chunks_go_through_scratch() -> None:
 def test_experts_are_those_of_torch(experts: int, middle: int, width: int, wide: bool) -> None:
     weights = [on_gpu(draw(experts, *shape)) for shape in ((middle, width), (middle, width), (width, middle))]
     decoded = [decode_blocks(one, torch.float32) for one in weights]
+    on_cpu = [BlockFp8(one.values.cpu(), one.scales.cpu()) for one in weights]
     for tokens in (1, 2, 17, 130, PIECE_TOKENS + 3):
         for choices in (1, 3):
             hidden = activations(tokens, width)
@@ -101,6 +102,11 @@ def test_experts_are_those_of_torch(experts: int, middle: int, width: int, wide:
             if held.any():
                 assert off(got, wanted) < 1.5e-2
             assert torch.equal(got, block_experts(hidden, chosen, shares, *weights, 2))
+            limit = float(hidden.float().abs().mean())
+            cut = block_experts(hidden, chosen, shares, *weights, 2, limit=limit)
+            plain = block_experts(hidden.cpu(), chosen.cpu(), shares.cpu(), *on_cpu, 2, limit=limit)
+            if held.any():
+                assert off(cut, plain.cuda()) < 1.5e-2
             apart = (torch.cat((one, one[:, :16]), 1)[:, : one.shape[1]] for one in (hidden, chosen, shares))
             out = torch.full_like(got, torch.nan)
             assert block_experts(*apart, *weights, 2, out=out).data_ptr() == out.data_ptr()

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 
 @pytest.mark.parametrize(
-    ("family", "draft_tokens"), [("glm-5", 0), ("deepseek-v3.2", 0), ("deepseek-v3.2", 2), ("a.x-k2", 0)]
+    ("family", "draft_tokens"), [("glm-5", 0), ("deepseek-v3.2", 0), ("deepseek-v3.2", 2), ("a.x-k2", 0), ("hy4", 0)]
 )
 def test_the_demo_passes_on_a_gpu(family: str, draft_tokens: int, tmp_path: Path) -> None:
     command = [

@@ -14,11 +14,11 @@ if not torch.cuda.is_available():
 
 from protocol.errors import ConfigError  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
+from tests.support.checkpoints import DRAFTING  # noqa: E402
 from tests.support.drafting_rig import DraftRig, drafting_settings  # noqa: E402
 from tests.worker.loop import test_drafting as cpu  # noqa: E402
 from tests.worker.loop import test_model as model  # noqa: E402
 from worker.runners import swapping  # noqa: E402
-from worker.runners.tiny import FAMILIES  # noqa: E402
 from worker.runners.transformers_dsa import TransformersRunner  # noqa: E402
 from worker.streams import Streams, make_streams  # noqa: E402
 
@@ -73,7 +73,7 @@ def test_no_turn_waits_for_the_device(graphs: bool) -> None:
 # ---------------------------------------------------------------- the real model classes
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=DRAFTING)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cpu.write_predictable(tmp_path_factory.mktemp("model"), request.param)
 

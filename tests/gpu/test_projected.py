@@ -16,6 +16,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as library  #
 from kernels.cuda.projected import index_rows, kv_rows  # noqa: E402
 from kernels.row_format import RowFormat, hadamard, index_key_format, kv_row_format  # noqa: E402
 from kernels.row_target import Angles, RowTarget  # noqa: E402
+from worker.runners.attention import Rope  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32]
 KINDS = ["fp8", "bfloat16", "float32"]
@@ -86,10 +87,11 @@ def test_a_row_is_normed_rotated_and_encoded(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "tokens", "interleaved"), [(64, 64, False), (32, 5, True), (4, 1, False), (64, 600, False)]
+    ("heads", "tokens", "interleaved", "last"),
+    [(64, 64, False, False), (32, 5, True, False), (4, 1, False, True), (64, 600, False, False), (32, 64, False, True)],
 )
 def test_an_index_key_and_its_queries_turn_alike(
-    heads: int, tokens: int, interleaved: bool, dtype: torch.dtype, kind: str
+    heads: int, tokens: int, interleaved: bool, last: bool, dtype: torch.dtype, kind: str
 ) -> None:
     torch.manual_seed(tokens)
     form, (cos, sin) = index_key_format(kind, DIM), angles_of(tokens, dtype)
@@ -99,15 +101,12 @@ def test_an_index_key_and_its_queries_turn_alike(
     norm.weight.data.normal_()
     norm.bias.data.normal_()
     queries, raw = draw(tokens, heads, DIM, dtype=dtype), draw(tokens, heads, dtype=dtype)
-    target, angles = placed(form, tokens), Angles(cos, sin, interleaved)
+    target, angles = placed(form, tokens), Angles(cos, sin, interleaved, last)
     about = form, products, (norm.weight.data, norm.bias.data, EPS), angles, rotation
     found, weights = index_rows(*about, target, queries, raw, heads**-0.5)
     rope = library.apply_rotary_pos_emb_interleave if interleaved else library.apply_rotary_pos_emb
     keys = norm(products).view(tokens, 1, 1, DIM)
-    parts = rope(queries.unsqueeze(2)[..., :ROPE], keys[..., :ROPE], cos.unsqueeze(1), sin.unsqueeze(1))
-    turned, key = (
-        torch.cat((part, one[..., ROPE:]), -1) for part, one in zip(parts, (queries.unsqueeze(2), keys), strict=True)
-    )
+    turned, key = Rope(rope, interleaved, last)(queries.unsqueeze(2), keys, cos.unsqueeze(1), sin.unsqueeze(1))
     if rotation is not None:
         turned, key = F.linear(turned, rotation), F.linear(key, rotation)
     kept = dtype if kind == "fp8" else form.dtype
@@ -125,6 +124,13 @@ def test_an_index_key_and_its_queries_turn_alike(
     written = target.places >= 0
     assert torch.equal(again.rows[written], target.rows[target.places[written].long()]), "the same bits in any place"
     some, _ = index_rows(
-        form, products[:1], *about[2:3], Angles(cos[:1], sin[:1], interleaved), rotation, again, queries[:1], raw[:1]
+        form,
+        products[:1],
+        *about[2:3],
+        Angles(cos[:1], sin[:1], interleaved, last),
+        rotation,
+        again,
+        queries[:1],
+        raw[:1],
     )
     assert torch.equal(some[0], found[0]), "a token's queries depend on that token alone"

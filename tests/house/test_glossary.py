@@ -46,7 +46,7 @@ LEFT: dict[str, tuple[set[str], str]] = {
         | {"tests/kernels/test_deep_gemm.py", "tests/worker/weights/test_modules.py"}
         | {"worker/weights/layout.py", "worker/weights/model.py", "worker/weights/modules.py"}
         | {"worker/families/axk2.py", "worker/families/base.py", "worker/runners/attention.py"}
-        | {"worker/runners/prompt.py", "worker/runners/splitting.py", "worker/runners/transformers_dsa.py"}
+        | {"worker/families/hy_v4.py", "tests/worker/families/test_hy_v4.py"}
         | {"tests/worker/families/test_axk2.py", "tests/worker/families/test_toy_family.py"},
         "gate projections of MLPs and experts, and gates of norms and attention, as the model library spells them",
     ),

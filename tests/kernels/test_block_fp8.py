@@ -145,6 +145,30 @@ def test_experts_add_what_their_rank_holds_of_each_tokens_choices(
     assert not got[~held].any()
 
 
+@pytest.mark.parametrize("w8a8", [False, True])
+def test_products_of_gate_and_up_are_cut_to_a_limit(w8a8: bool) -> None:
+    """Gate from above alone, up to either side; a limit beyond all products changes nothing."""
+    generator = torch.Generator().manual_seed(1)
+    gate_up, down = draw(2, 256, 128, seed=1), draw(2, 128, 128, seed=2)
+    hidden, chosen = torch.randn(6, 128, generator=generator), torch.tensor([[0], [1]] * 3)
+    shares = torch.ones(6, 1)
+
+    def experts(**limit: float) -> Tensor:
+        if w8a8:
+            return block_experts_w8a8(hidden, chosen, shares, gate_up, down, **limit)
+        return block_experts(hidden, chosen, shares, *halves(gate_up), down, **limit)
+
+    gate, up, last = (dequantized(one, torch.float32) for one in (*halves(gate_up), down))
+    products = [torch.einsum("tk,tik->ti", hidden, one[chosen[:, 0]]) for one in (gate, up)]
+    limit = float(products[1].abs().median())
+    assert all(bool((one > limit).any() & (one < -limit).any()) for one in products)
+    middle = torch.nn.functional.silu(products[0].clamp(max=limit)) * products[1].clamp(-limit, limit)
+    wanted = torch.einsum("ti,tki->tk", middle, last[chosen[:, 0]])
+    assert close(experts(limit=limit), wanted, 8e-2 if w8a8 else None)
+    assert not close(experts(), wanted, 0.2)
+    assert torch.equal(experts(limit=1e9), experts())
+
+
 def test_experts_equal_the_model_librarys_with_grouped_mm() -> None:
     from types import SimpleNamespace
 

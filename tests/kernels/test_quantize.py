@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 import pytest
 import torch
@@ -228,16 +229,17 @@ def test_powers_of_two_of_any_size_divide_exactly(exponent: int) -> None:
 
 
 @pytest.mark.parametrize("powers", [False, True])
-@pytest.mark.parametrize("by_experts", [False, True])
-def test_gated_rows_are_quantized_where_they_are(by_experts: bool, powers: bool) -> None:
+@pytest.mark.parametrize(("by_experts", "limit"), [(False, inf), (True, inf), (True, 0.5)])
+def test_gated_rows_are_quantized_where_they_are(by_experts: bool, limit: float, powers: bool) -> None:
     placed, rows = None, 6
     if by_experts:
         chosen = torch.tensor([[0, 2], [1, -1], [2, 0]], dtype=torch.int32)
         placed = quantize.place(chosen, 0, 3, multiple=4)
         rows = placed.total
     both = drawn(rows, 512, seed=3)
-    got = quantize.quantize_gated(both[:, :256], both[:, 256:], powers=powers, placed=placed)
-    middle = torch.nn.functional.silu(both[:, :256].float()).bfloat16() * both[:, 256:]
+    got = quantize.quantize_gated(both[:, :256], both[:, 256:], powers=powers, placed=placed, limit=limit)
+    gate, up = both[:, :256].clamp(max=limit), both[:, 256:].clamp(-limit, limit)
+    middle = torch.nn.functional.silu(gate.float()).bfloat16() * up
     values, scales = plain_quantized(middle, powers=powers)
     real = range(rows) if placed is None else [row for row in placed.rows.tolist() if row >= 0]
     for row in real:

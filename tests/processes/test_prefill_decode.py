@@ -27,6 +27,7 @@ from tests.support.cluster_rig import (
     standing_model,
     until_all_connected,
 )
+from tests.support.history import in_turn
 from tests.support.netns_rig import Namespace, namespaces, why_not
 from tests.support.nodes_rig import (
     COORDINATOR,
@@ -41,6 +42,7 @@ from tests.support.nodes_rig import (
     two_and_two,
 )
 from tests.worker.transfer.test_engines import why_absent
+from worker.runners.tiny import FAMILIES
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -57,7 +59,7 @@ SENT = ("PREFILLING", "TRANSFERRING", "PREFILLED")
 
 @pytest.fixture(scope="module")
 def model(run_dir: Path) -> Path:
-    return standing_model(run_dir)
+    return standing_model(run_dir, in_turn(FAMILIES))
 
 
 @pytest.fixture(scope="module")

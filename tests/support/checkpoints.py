@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from tests.support.once import made_once
+from worker.families.table import FAMILIES
 from worker.runners.tiny import write_tiny_checkpoint
+
+#: Names of the families whose tiny checkpoints have a draft layer.
+DRAFTING: Final = tuple(family.name for family in FAMILIES.values() if family.drafts)
 
 
 def tiny_checkpoint(run_dir: Path, family: str = "deepseek-v3.2", **options: int | bool) -> Path:

@@ -56,9 +56,9 @@ def write_model(path: Path) -> Path:
     return path
 
 
-def standing_model(run_dir: Path) -> Path:
+def standing_model(run_dir: Path, family: str = "glm-5") -> Path:
     """Return that of all tests of the run that change no file of it."""
-    return tiny_checkpoint(run_dir, "glm-5", **ABOUT)
+    return tiny_checkpoint(run_dir, family, **ABOUT)
 
 
 def cluster_config(model: Path, runtime_dir: Path, *, streams: str = "simulated", hot_chunks: int = 60) -> Config:

@@ -206,15 +206,15 @@ async def decode_all(
 
 
 def colocated_outputs(model: Path, run_dir: Path) -> list[list[int]]:
-    """What two workers that do both say of the mixed prompts. Decoded once in a run of the suite."""
+    """What two workers that do both say of the mixed prompts. Decoded once in a run of the suite for each model."""
 
     async def run() -> list[list[int]]:
-        directory = run_dir / "both"
+        directory = run_dir / f"both {model.name}"[:40]
         directory.mkdir(mode=0o700, exist_ok=True)
         async with cluster_of_two(crash_config(model, directory, "24MiB"), directory) as (_, client, _):
             return await decode_all(client, mixed_prompts(), "both-")
 
-    outputs: list[list[int]] = made_once(run_dir, "colocated", lambda: trio.run(run))
+    outputs: list[list[int]] = made_once(run_dir, f"colocated {model.name}", lambda: trio.run(run))
     return outputs
 
 

@@ -9,9 +9,10 @@ from worker.families.axk2 import AXK2
 from worker.families.base import Family
 from worker.families.deepseek_v32 import DEEPSEEK_V32
 from worker.families.glm_moe_dsa import GLM_MOE_DSA
+from worker.families.hy_v4 import HY_V4
 
 #: By model_type.
-FAMILIES: Final[dict[str, Family]] = {family.model_type: family for family in (DEEPSEEK_V32, GLM_MOE_DSA, AXK2)}
+FAMILIES: Final[dict[str, Family]] = {family.model_type: family for family in (DEEPSEEK_V32, GLM_MOE_DSA, AXK2, HY_V4)}
 
 
 def names() -> list[str]:

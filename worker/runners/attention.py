@@ -25,7 +25,7 @@ N batch, S queries, T keys, H heads, r kv_lora_rank, d qk_rope_head_dim, n qk_no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import torch
@@ -53,20 +53,25 @@ class Rope:
 
     library: Callable[..., tuple[Tensor, Tensor]]
     interleaved: bool
+    last: bool = False  # of a vector, the last values; else the first
 
     def __call__(
         self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Rotate the first values of each vector, as many as angles have; the others stay as they are."""
-        size = cos.shape[-1]
-        turned = self.library(queries[..., :size], keys[..., :size], cos, sin, unsqueeze_dim=unsqueeze_dim)
-        if queries.shape[-1] == size:
-            return turned
-        return torch.cat((turned[0], queries[..., size:]), -1), torch.cat((turned[1], keys[..., size:]), -1)
+        """Rotate as many values of each vector as angles have; the others stay as they are."""
+        width, size = queries.shape[-1], cos.shape[-1]
+        if width == size:
+            return self.library(queries, keys, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        cut = width - size if self.last else size
+        turned, kept = (slice(cut, None), slice(cut)) if self.last else (slice(cut), slice(cut, None))
+        pair = self.library(queries[..., turned], keys[..., turned], cos, sin, unsqueeze_dim=unsqueeze_dim)
+        parts = [(one, whole[..., kept]) for one, whole in zip(pair, (queries, keys), strict=True)]
+        first, second = (torch.cat(one[::-1] if self.last else one, -1) for one in parts)
+        return first, second
 
     def angles(self, cos: Tensor, sin: Tensor) -> Angles:
         """`cos` and `sin` [N, S, d], by row."""
-        return Angles(cos.flatten(0, 1), sin.flatten(0, 1), self.interleaved)
+        return Angles(cos.flatten(0, 1), sin.flatten(0, 1), self.interleaved, self.last)
 
 
 class Forms(NamedTuple):
@@ -90,6 +95,13 @@ class Compressed(NamedTuple):
     index_key: Tensor | None = None
 
 
+class LayerEnding(NamedTuple):
+    """Gate and shares, which the end of a layer's attention takes of its beginning."""
+
+    gate: Tensor | None = None  # [N, S, H * v]: as the family's `gate_attended` takes it
+    shares: Tensor | None = None  # float32[N, S, C]: as its `write_residual` takes them
+
+
 @dataclass(frozen=True)
 class Projected:
     """What one layer's projections give for N x S tokens."""
@@ -100,7 +112,7 @@ class Projected:
     #: On a GPU: the queries against rows that `query_rope` lies in, [N * S, H, r + d], whose first r values are to be
     #: written.
     queries: Tensor | None = None
-    gate: Tensor | None = None  # [N, S, H * v]: as the family's `gate_attended` takes it
+    ending: LayerEnding = field(default_factory=LayerEnding)
 
     def of_tokens(self, tokens: slice) -> Projected:
         """The queries of some tokens."""
@@ -144,8 +156,14 @@ def normed(norm: Module, values: Tensor) -> Tensor:
     return rms_norm(values, norm.weight, norm.variance_epsilon) if values.is_cuda else norm(values)
 
 
-def normed_rows(norm: Module, values: Tensor, member: Module | None, family: Family) -> Activations:
-    """A norm of the library's, which may have more than its RMS norm, for products with `member` and others."""
+def normed_rows(
+    norm: Module, values: Tensor, member: Module | None, family: Family, connection: Module | None = None
+) -> Activations:
+    """A norm of the library's, which may have more than its RMS norm, for products with `member` and others; of what a
+    `connection` reads of the residual `values`, where it is given."""
+    if connection is not None:
+        values, shares = family.read_residual(connection, values)
+        return normed_rows(norm, values, member, family)._replace(shares=shares)
     rms = family.rms_of(norm)
     if rms is not norm:
         return Activations(family.gate_norm(norm, normed(rms, values)))
@@ -165,9 +183,17 @@ def join_normed(
     into: Tensor | None = None,
     *,
     family: Family,
+    shares: Tensor | None = None,
+    connection: Module | None = None,
 ) -> tuple[Tensor, Activations | None]:
     """values [N, S, n] + (sum of parts [R, N * S, n] + added), rounded after each, `into` where it is given, and the
-    library's norm of that, for products with `member` and others; it goes to `also` [N * S, n] too."""
+    library's norm of that, for products with `member` and others; it goes to `also` [N * S, n] too.
+
+    With `shares` float32[N, S, C], `values` [N, S, C * n] are residual streams, to which the family's `write_residual`
+    adds, and `connection` reads what the norm takes.
+    """
+    if shares is not None:
+        return _join_streams(norm, values, parts, added, also, member, into, family, shares, connection)
     rms = None if norm is None else family.rms_of(norm)
     if rms is not norm:
         total, found = join_normed(rms, values, parts, added, into=into, family=family)
@@ -181,10 +207,37 @@ def join_normed(
         codes = make_codes_for(member, values.shape[:-1].numel())
         total, normed_values = join_norm(values, parts, added, weight, eps, also, codes, into)
         return total, None if normed_values is None else Activations(normed_values, codes)
-    whole = parts[0] if len(parts) == 1 else add_parts(parts, values.dtype)
-    whole = whole.view(values.shape)
-    total = torch.add(values, whole if added is None else whole + added, out=into)
+    total = torch.add(values, _sum(values, parts, added), out=into)
     return total, None if norm is None else Activations(norm(total))
+
+
+def _join_streams(
+    norm: Module | None,
+    values: Tensor,
+    parts: Tensor,
+    added: Tensor | None,
+    also: Tensor | Codes | None,
+    member: Module | None,
+    into: Tensor | None,
+    family: Family,
+    shares: Tensor,
+    connection: Module | None,
+) -> tuple[Tensor, Activations | None]:
+    total = family.write_residual(values, _sum(values, parts, added), shares)
+    total = total if into is None else into.copy_(total)
+    if norm is None:
+        return total, None
+    found = normed_rows(norm, total, member, family, connection)
+    if also is not None:
+        _copy_rows(found.values.flatten(0, -2), also)
+    return total, found
+
+
+def _sum(values: Tensor, parts: Tensor, added: Tensor | None) -> Tensor:
+    """Return [N, S, n]: the sum of parts [R, N * S, n], and `added`, in the dtype of `values` [N, S, ...]."""
+    whole = parts[0] if len(parts) == 1 else add_parts(parts, values.dtype)
+    whole = whole.view(*values.shape[:-1], -1)
+    return whole if added is None else whole + added
 
 
 def _copy_rows(rows: Tensor, target: Tensor | Codes) -> None:
@@ -226,16 +279,18 @@ def project(
     are joined."""
     batch, tokens, _ = inputs.hidden.values.shape
     queries, gate = family.split_queries(attention, product(inputs.queried, family.query_projection(attention)))
+    gated = family.gate_projection(attention)
+    ending = LayerEnding(gate if gated is None else product(inputs.hidden, gated), inputs.hidden.shares)
     nope, rotary = queries.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
     down = product(inputs.hidden, attention.kv_a_proj_with_mqa) if inputs.latent is None else inputs.latent
     if not can_join(forms.rows, cos):
         rows, rotary = _rows(attention, forms, rope, down, cos, sin, rotary.transpose(1, 2))
-        return Projected(nope.transpose(1, 2), rotary, rows, gate=gate)
+        return Projected(nope.transpose(1, 2), rotary, rows, ending=ending)
     heads, (latent, rope_dim) = queries.shape[2], (forms.rows.scaled, forms.rows.plain)
     whole = queries.new_empty(batch * tokens, heads, latent + rope_dim)
     turned = whole[..., latent:]
     kept = _join_rows(attention, forms, rope, down, cos, sin, target, (rotary.flatten(0, 1), turned))
-    return Projected(nope.transpose(1, 2), turned.view(rotary.shape).transpose(1, 2), kept, whole, gate)
+    return Projected(nope.transpose(1, 2), turned.view(rotary.shape).transpose(1, 2), kept, whole, ending)
 
 
 def project_rows(
@@ -318,7 +373,7 @@ def project_index(
             indexer, forms, rope, down, cos, sin, rotation, target, (queries, weights, scale)
         )
         return IndexProjected(queries, keys, weights)
-    queries, keys = rope(queries, indexer.k_norm(down).unsqueeze(2), cos, sin, unsqueeze_dim=2)
+    queries, keys = rope(queries, _normed_key(indexer, down).unsqueeze(2), cos, sin, unsqueeze_dim=2)
     keys = keys.squeeze(2)
     if rotation is not None:
         queries, keys = F.linear(queries, rotation), F.linear(keys, rotation)
@@ -340,9 +395,15 @@ def project_index_keys(
     down = product(hidden, indexer.wk)
     if can_join(forms.keys, cos):
         return _join_index(indexer, forms, rope, down, cos, sin, rotation, target)[1]
-    keys = indexer.k_norm(down).unsqueeze(2)
+    keys = _normed_key(indexer, down).unsqueeze(2)
     turned = rope(keys, keys, cos, sin, unsqueeze_dim=2)[0].squeeze(2)
     return encode(forms.keys, turned if rotation is None else F.linear(turned, rotation))
+
+
+def _normed_key(indexer: Module, down: Tensor) -> Tensor:
+    """Norm index keys by the library, whose norm may be float32."""
+    found: Tensor = indexer.k_norm(down.to(indexer.k_norm.weight.dtype))
+    return found.to(down.dtype)
 
 
 def _join_index(
@@ -466,12 +527,31 @@ def _index_scores(queries: Tensor, weights: Tensor, keys: Tensor, scale: float) 
 
 
 def attend_prompt(
-    attention: Module, projected: Projected, rows: Tensor, mask: Tensor, latent_scale: float = 1.0
+    attention: Module,
+    projected: Projected,
+    rows: Tensor,
+    mask: Tensor,
+    latent_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention output [1, S, H * v] of one request's queries over its `rows` [T, r + d] under `mask` bool[S, T]. Their
-    latents are multiplied by `latent_scale`."""
+    latents are multiplied by `latent_scale`. `sinks` float32[H] are as in kernels/attention.py."""
     latent, rotary = torch.split(rows[None, None], [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
     keys, values = attention.expand_kv(_scaled(latent, 1 / latent_scale), rotary)
     queries = torch.cat((projected.query_nope, projected.query_rope), dim=-1)
+    width = values.shape[-1]
+    if sinks is not None:
+        queries, keys, values, mask = _with_sinks(queries, keys, values, mask, sinks / attention.scaling)
     output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[None, None], scale=attention.scaling)
-    return output.transpose(1, 2).flatten(2)
+    return output[..., :width].transpose(1, 2).flatten(2)
+
+
+def _with_sinks(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys, values and mask with one value more, which is 1 in queries and 0 in rows, and one row more,
+    in which it is the sink of a head and all else is 0. Each query sees that row."""
+    queries = F.pad(queries, (0, 1), value=1.0)
+    keys, values = (F.pad(one, (0, 1, 0, 1)) for one in (keys, values))
+    keys[:, :, -1, -1] = sinks.to(keys.dtype)
+    return queries, keys, values, F.pad(mask, (0, 1), value=True)

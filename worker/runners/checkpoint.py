@@ -71,7 +71,9 @@ def read_dimensions(path: str | Path) -> Any:
     if reason := unserved(config):
         raise _unfit(reason, path, f"use one of {', '.join(FAMILIES)}")
     _check_values(config, file, "config")
-    if FAMILIES[config["model_type"]].shares and SHARING & config.keys() and not config.get("indexer_types"):
+    family = FAMILIES[config["model_type"]]
+    leaves = family.shares and (family.shares_by_default or SHARING & config.keys())
+    if leaves and not config.get("indexer_types"):
         return read_by_library(file)
     missing = [name for name in DIMENSIONS if not isinstance(config.get(name), int)]
     if missing:

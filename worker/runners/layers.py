@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any, Final
@@ -35,13 +35,14 @@ from torch import Tensor
 from kernels.attention import attend_rows
 from kernels.expert_choice import ExpertChoice
 from kernels.layout import Geometry
+from kernels.routing import router_logits
 from kernels.row_format import hadamard, index_key_format_of, kv_row_format_of, latent_exponent
 from kernels.row_target import RowTarget
 from kernels.state import DeviceState
 from protocol.config_checks import SEATS_MAX
 from protocol.units import pages_for
 from worker.device.step_rows import StepRows
-from worker.families.base import VECTOR_FLOATS, Module
+from worker.families.base import ATTENTION, HEAD, MLP, VECTOR_FLOATS, Module
 from worker.families.table import family_of
 from worker.group.exchange import Alike, Exchange
 from worker.runners import attention as mla
@@ -49,7 +50,7 @@ from worker.runners.experts import Over, experts_for, gated_mlp, hold_share, pad
 from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.weights.layout import ExpertShare
 from worker.weights.memory import OwnMemory, WeightMemory
-from worker.weights.model import held_bytes
+from worker.weights.model import held_bytes, keeps_exact
 from worker.weights.modules import Activations
 
 #: The rotary functions of the library's modules: of halves, and of neighbours.
@@ -67,6 +68,7 @@ class Layer:
     forms: mla.Forms
     absorbed: mla.Absorbed
     choice: ExpertChoice | None  # of a mixture, where kernels choose as its router does
+    sinks: Tensor | None  # float32[H]
     anchor: bool  # runs its own indexer
     followers: tuple[int, ...]  # of an anchor: the layers that share its selection
 
@@ -78,13 +80,17 @@ class Layer:
     def has_experts(self) -> bool:
         return hasattr(self.module.mlp, "experts")
 
+    def attend(self, state: DeviceState, queries: Tensor, rows: Tensor, latents: Tensor) -> None:
+        """Launch attend_rows of `queries` [B, H, r + d] over device `rows` int32[B, k] into `latents` [B, H, r]."""
+        attend_rows(state, self.number, queries, rows, self.attention.scaling, latents, self.sinks)
+
 
 @dataclass(frozen=True)
 class Halfway:
     """Hidden states of a layer between its attention and its MLP."""
 
-    hidden: Tensor  # [N, S, hidden]
-    normed: Activations  # likewise; with rows that pad the MLP's input
+    hidden: Tensor  # [N, S, C * hidden]
+    normed: Activations  # [N, S, hidden]; with rows that pad the MLP's input
     over: Over | None  # of a mixture over ranks
 
 
@@ -115,15 +121,18 @@ class Layers:
         self.device: torch.device = model.device
         config = model.config
         self.family = family = family_of(config)
+        self.streams = family.streams(config)  # of the residual
+        self._wide_head = keeps_exact(model, "lm_head")  # logits are products in float32
         self.rows = kv_row_format_of(geometry.row_bytes, config.kv_lora_rank, config.qk_rope_head_dim)
         self.keys = index_key_format_of(geometry.index_row_bytes, config.index_head_dim)
         quantised = self.keys.is_quantised
         self._rotation = hadamard(config.index_head_dim, self.dtype, self.device) if quantised else None
         self.index_dtype = self.dtype if quantised else self.keys.dtype  # index_topk wants queries as keys are
         library = sys.modules[type(model).__module__]
-        self._rope = mla.Rope(getattr(library, INTERLEAVED), interleaved=True)
-        name = INTERLEAVED if family.index_interleaves else ROPE
-        self._index_rope = mla.Rope(getattr(library, name), interleaved=family.index_interleaves)
+        ropes = {paired: INTERLEAVED if paired else ROPE for paired in (True, False)}
+        self._rope = mla.Rope(getattr(library, ropes[family.interleaves]), family.interleaves)
+        of_index, paired = getattr(library, ropes[family.index_interleaves]), family.index_interleaves
+        self._index_rope = mla.Rope(of_index, paired, family.index_rotates_last)
         self.decode_experts, self.prompt_experts = experts_for(self.device, self.dtype)
         self._row_multiple = row_multiple(config) if deterministic and self.device.type == "cpu" else 1
         self._geometry = geometry
@@ -143,9 +152,9 @@ class Layers:
         return self._exchange.collectives.size if self._exchange is not None else 1
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Angles]:
-        """Hidden states [N, S, hidden] of token ids int[N, S], and the angles of their positions int64[N, S]."""
+        """The residual [N, S, C * hidden] of token ids int[N, S], and the angles of their positions int64[N, S]."""
         hidden = self.embed_tokens(tokens)
-        return hidden, self.angles(hidden, positions)
+        return hidden.repeat(1, 1, self.streams), self.angles(hidden, positions)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Hidden states [N, S, hidden] of token ids int[N, S]."""
@@ -158,8 +167,9 @@ class Layers:
         return angles
 
     def enter(self, layer: Layer, hidden: Tensor) -> Activations:
-        """The norm of hidden states [N, S, hidden] ahead of a layer's projections."""
-        return mla.normed_rows(layer.module.input_layernorm, hidden, layer.attention.q_a_proj, self.family)
+        """The norm ahead of a layer's projections, of the residual `hidden` [N, S, C * hidden]."""
+        connection, member = self.family.connection(layer.module, ATTENTION), layer.attention.q_a_proj
+        return mla.normed_rows(layer.module.input_layernorm, hidden, member, self.family, connection)
 
     def compress(self, layer: Layer, entered: Activations) -> mla.Compressed:
         """Form what all projections of a layer begin with, of `entered` [N, S, hidden]."""
@@ -194,10 +204,17 @@ class Layers:
         return rows, mla.project_index_keys(layer.attention.indexer, *about)
 
     def finish(
-        self, layer: Layer, hidden: Tensor, attended: Tensor, experts: str, *, gate: Tensor | None = None, rows: int = 0
+        self,
+        layer: Layer,
+        hidden: Tensor,
+        attended: Tensor,
+        experts: str,
+        *,
+        ending: mla.LayerEnding,
+        rows: int = 0,
     ) -> None:
-        """Make `hidden` [N, S, hidden] what it is after the layer: `leave_attention`, the MLP and `join` in turn."""
-        between = self.leave_attention(layer, hidden, attended, experts, gate=gate, rows=rows)
+        """Make the residual `hidden` what it is after the layer: `leave_attention`, the MLP and `join` in turn."""
+        between = self.leave_attention(layer, hidden, attended, experts, ending=ending, rows=rows)
         parts, shared = self.routed(layer, between, experts), self.shared(layer, between)
         self.join(between, parts, shared, None, into=hidden)
 
@@ -208,12 +225,12 @@ class Layers:
         attended: Tensor,
         experts: str,
         *,
-        gate: Tensor | None = None,
+        ending: mla.LayerEnding,
         rows: int = 0,
         real: Tensor | None = None,
     ) -> Halfway:
-        """Output projection and residual of `attended` [N, S, H * v] by the `gate` of its projections, if there is one,
-        and the norm ahead of the MLP.
+        """Output projection and residual of `attended` [N, S, H * v] by the `ending` of its projections, and the norm
+        ahead of the MLP.
 
         In a group, `rows` is the size of the round, 0: that of `hidden`; `real` bool[B] tells rows of a decode batch
         from padding.
@@ -223,13 +240,18 @@ class Layers:
         if layer.has_experts and self._exchange is not None:
             over = self._over(self._exchange, rows or (len(hidden) + surplus) * hidden.shape[1], real)
         also = None if over is None or not hidden.is_cuda else over.own_hidden(hidden)
-        attended = attended if gate is None else self.family.gate_attended(attended, gate)
+        attended = attended if ending.gate is None else self.family.gate_attended(attended, ending.gate)
         norm, added = layer.module.post_attention_layernorm, layer.attention.o_proj(attended)
         mlp = layer.module.mlp
         first = mlp.shared_experts.gate_proj if layer.has_experts else mlp.gate_proj
-        hidden, normed = mla.join_normed(norm, hidden, _part(added), also=also, member=first, family=self.family)
+        about: Any = {"shares": ending.shares, "connection": self.family.connection(layer.module, MLP)}
+        hidden, normed = mla.join_normed(
+            norm, hidden, _part(added), also=also, member=first, family=self.family, **about
+        )
         assert normed is not None
-        return Halfway(hidden, Activations(F.pad(normed.values, (0, 0, 0, 0, 0, surplus))) if surplus else normed, over)
+        if surplus:
+            normed = Activations(F.pad(normed.values, (0, 0, 0, 0, 0, surplus)), shares=normed.shares)
+        return Halfway(hidden, normed, over)
 
     def shared(self, layer: Layer, between: Halfway) -> Tensor | None:
         """Output [N, S, hidden] of the shared experts of a mixture; None without experts."""
@@ -250,14 +272,17 @@ class Layers:
         *,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Activations | None]:
-        """The hidden states [N, S, hidden] after the layer, `into` where it is given, and the norm of them that enters
-        the layer `following`, or the norm `following`."""
+        """The residual [N, S, C * hidden] after the layer, `into` where it is given, and the norm of it that enters
+        the layer `following`, or the norm `following` ahead of the head."""
         rows = len(between.hidden)
         shared = None if shared is None else shared[:rows]
         parts, member = parts[:, : rows * between.hidden.shape[1]], None
+        connection = self.family.connection(self.model.model, HEAD)
         if isinstance(following, Layer):
+            connection = self.family.connection(following.module, ATTENTION)
             following, member = following.module.input_layernorm, following.attention.q_a_proj
         about: Any = {"member": member, "into": into, "family": self.family}
+        about |= {"shares": between.normed.shares, "connection": connection}
         return mla.join_normed(following, between.hidden, parts, shared, **about)
 
     def pad(self, layer: Layer, rows: int) -> None:
@@ -267,17 +292,23 @@ class Layers:
             padding(layer.module.mlp, self.model.config.hidden_size, self.dtype, self.prompt_experts, over)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32[B, vocab] of hidden states [B, 1, hidden]."""
+        """float32[B, vocab] of the residual [B, 1, C * hidden]."""
         return self.head(self.final(hidden))
 
     def final(self, hidden: Tensor) -> Tensor:
-        """The model's final norm of hidden states [N, S, hidden]."""
-        return mla.normed(self.model.model.norm, hidden)
+        """The model's final norm of the residual [N, S, C * hidden]."""
+        connection = self.family.connection(self.model.model, HEAD)
+        return mla.normed_rows(self.model.model.norm, hidden, None, self.family, connection).values
 
     def head(self, normed: Tensor) -> Tensor:
         """float32[B, vocab] of normed states [B, 1, hidden]."""
-        logits: Tensor = self.model.lm_head(normed)
-        return logits.squeeze(1).float()
+        logits: Tensor
+        if self._wide_head:
+            rows, weight = normed.squeeze(1), self.model.lm_head.weight
+            logits = router_logits(rows, weight) if rows.is_cuda else F.linear(rows.float(), weight.float())
+        else:
+            logits = self.model.lm_head(normed).squeeze(1).float()
+        return logits
 
     def release_expanded(self) -> None:
         """Give up every kv_b_proj: only prefill in expanded form uses more of it than its absorbed halves."""
@@ -301,11 +332,11 @@ class Layers:
         zeros = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         hidden, angles = self.embed(zeros, zeros)
         inputs = self.compress(self._layers[0], self.enter(self._layers[0], hidden))
-        self.project(self._layers[0], inputs, angles)
+        ending = self.project(self._layers[0], inputs, angles).ending
         self.project_index(self._layers[0], inputs, angles)
         attended = hidden.new_zeros(1, 1, self._layers[0].attention.o_proj.in_features)
         for layer in {layer.has_experts: layer for layer in self._held}.values():
-            self._finish_step(layer, hidden, attended)
+            self._finish_step(layer, hidden, attended, ending)
 
     @torch.inference_mode()
     def require_rows_apart(self, seats: int, step_rows: StepRows) -> None:
@@ -338,7 +369,7 @@ class Layers:
         if self._exchange is not None and rows > self._exchange.rows_max:
             return False  # a batch that is tried as a remedy, and has no room in an exchange
         kinds = {(layer.anchor, layer.has_experts): layer for layer in self._held}
-        hidden = self.model.config.hidden_size
+        hidden = self.streams * self.model.config.hidden_size
         random_rows = partial(torch.randn, rows, 1, hidden, dtype=self.dtype, device=self.device)
         state = self._state_of_rows(rows)
         return all(rows_apart(partial(self._dense, layer, state), random_rows) for layer in kinds.values())
@@ -363,12 +394,13 @@ class Layers:
             forms=mla.Forms(self.rows, self.keys, scale),
             absorbed=mla.Absorbed.of(attention, f"model.layers.{number}.self_attn", self._memory, scale),
             choice=self.family.choice(module.mlp.gate) if hasattr(module.mlp, "experts") else None,
+            sinks=self.family.sinks(attention),
             anchor=members[0] == number,
             followers=members[1:] if members[0] == number else (),
         )
 
     def _dense(self, layer: Layer, state: DeviceState, hidden: Tensor) -> Tensor:
-        """All of a decode step that mixes no tokens, [B, n], for hidden states [B, 1, hidden] at one position."""
+        """All of a decode step that mixes no tokens, [B, n], for the residual [B, 1, C * hidden] at one position."""
         rows = len(hidden)
         angles = self.model.model.rotary_emb(hidden, torch.ones(rows, 1, dtype=torch.long, device=hidden.device))
         inputs = self.compress(layer, self.enter(layer, hidden))
@@ -378,9 +410,9 @@ class Layers:
         state.rows[0, :rows] = projected.rows.squeeze(1)
         own = torch.arange(rows, dtype=torch.int32, device=hidden.device).unsqueeze(1)
         latents = queries.new_empty(*queries.shape[:2], self.rows.scaled)
-        attend_rows(state, 0, queries, own, layer.attention.scaling, latents)
+        replace(layer, number=0).attend(state, queries, own, latents)
         attended = mla.expand_values(layer.absorbed, latents)
-        finished, normed = self._finish_step(layer, hidden, attended.unsqueeze(1), projected.gate)
+        finished, normed = self._finish_step(layer, hidden, attended.unsqueeze(1), projected.ending)
         parts = [self.rows.decode(projected.rows), queries, finished, self.head(normed)]
         if layer.anchor:
             index = self.project_index(layer, inputs, angles)
@@ -389,10 +421,10 @@ class Layers:
         return torch.cat([part.flatten(1).float() for part in parts], dim=1)
 
     def _finish_step(
-        self, layer: Layer, hidden: Tensor, attended: Tensor, gate: Tensor | None = None
+        self, layer: Layer, hidden: Tensor, attended: Tensor, ending: mla.LayerEnding
     ) -> tuple[Tensor, Tensor]:
         """`finish` as a decode step has it, with the model's norm of the result."""
-        between = self.leave_attention(layer, hidden, attended, self.decode_experts, gate=gate)
+        between = self.leave_attention(layer, hidden, attended, self.decode_experts, ending=ending)
         parts, shared = self.routed(layer, between, self.decode_experts), self.shared(layer, between)
         finished, normed = self.join(between, parts, shared, self.model.model.norm)
         assert normed is not None

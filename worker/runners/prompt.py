@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels.attention import attend_rows
 from kernels.prompt_pieces import PromptPiece, PromptPieces
 from kernels.prompt_topk import prompt_topk
 from kernels.row_format import RowFormat
@@ -40,7 +39,7 @@ class ModelPass(PromptPass):
     """A pass of P tokens on its way through the layers. The operation that enters it makes the tensors."""
 
     tokens: Tensor = field(init=False)  # int64[P]
-    hidden: Tensor = field(init=False)  # [1, P, hidden]
+    hidden: Tensor = field(init=False)  # [1, P, C * hidden]: the residual
     angles: Angles = field(init=False)  # [1, P, d]
     selection: Any = field(init=False)  # of the anchor layer before, as PromptAttention keeps it
     warm_start: Tensor = field(init=False)  # int32[parts that end, G, k]: positions, -1 padded
@@ -85,9 +84,9 @@ class PromptBlock:
         return slice(self.first, self.stop)
 
     @property
-    def gate(self) -> Tensor | None:
-        """Gate of the projections, until they are taken away."""
-        return None if self.projected is None else self.projected.gate
+    def ending(self) -> mla.LayerEnding:
+        """Return what the projections leave for the end of attention, until they are taken away."""
+        return mla.LayerEnding() if self.projected is None else self.projected.ending
 
     def place(self, piece: PromptPart) -> slice:
         """A piece in the block."""
@@ -206,7 +205,7 @@ class Expanded:
             rows = self._rows.decode(read_slab_rows(state, layer.number, piece.seat, piece.stop), self._dtype)
             own = projected.of_tokens(place)
             attended[:, place] = mla.attend_prompt(
-                layer.attention, own, rows, mask.contiguous(), layer.forms.latent_scale
+                layer.attention, own, rows, mask.contiguous(), layer.forms.latent_scale, layer.sinks
             )
         return attended
 
@@ -257,7 +256,7 @@ class Gathered:
         chosen = chosen[:, : self._width([piece for _, piece in block.pieces])].contiguous()
         queries = mla.absorb_queries(layer.absorbed, _taken(block))
         latents = queries.new_empty(*queries.shape[:2], layer.absorbed.value.shape[1])
-        attend_rows(state.slab(layer.number), layer.number, queries, chosen, layer.attention.scaling, latents)
+        layer.attend(state.slab(layer.number), queries, chosen, latents)
         return mla.expand_values(layer.absorbed, latents).unsqueeze(0)
 
     def _width(self, parts: Sequence[PromptPart]) -> int:

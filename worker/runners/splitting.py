@@ -130,9 +130,9 @@ class Splitting:
             shape = 0, state.geometry.row_bytes
             self._share_earlier(split, read, write, torch.empty(shape, dtype=torch.uint8, device=state.rows.device))
         if block.first < block.stop:
-            hidden, gate = block.prompts.hidden[:, block.rows], block.gate
+            hidden, ending = block.prompts.hidden[:, block.rows], block.ending
             attended = self._prompt.attend(state, layer, block)
-            self._layers.finish(layer, hidden, attended, experts, gate=gate, rows=split.unit.rows)
+            self._layers.finish(layer, hidden, attended, experts, ending=ending, rows=split.unit.rows)
         else:
             self._layers.pad(layer, split.unit.rows)
         if layer.number == self._last_layer:

@@ -81,7 +81,7 @@ def tiny_config(family: str, index_topk: int, context_max_tokens: int, layers: i
         "intermediate_size": 256,
         "moe_intermediate_size": 64,
         "num_hidden_layers": layers,
-        "first_k_dense_replace": layers // 2,
+        "mlp_layer_types": ["dense"] * (layers // 2) + ["sparse"] * (layers - layers // 2),
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "n_routed_experts": EXPERTS,

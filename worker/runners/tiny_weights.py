@@ -42,7 +42,7 @@ from torch import Tensor
 from kernels.block_weight import BlockFp8
 from worker.families.base import Family, TensorSpec
 from worker.families.table import family_of
-from worker.weights.layout import EXPERT, tensors_of
+from worker.weights.layout import EXPERT, stored_tensors
 from worker.weights.model import append_draft_layer
 from worker.weights.writing import SHARD_BYTES, quantize_blocks, write_repository
 
@@ -73,13 +73,15 @@ Normal = Callable[..., Tensor]  # torch.randn with the checkpoint's generator
 
 
 def random_model(config: Any, seed: int, *, predictable: bool) -> Any:
-    """Return the library's model of `config` in float32 with shaped weights, the draft layer among its layers."""
+    """Return the library's model of `config` in float32 with shaped weights, a draft layer among its layers where the
+    family's is known."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     _shape(model, generator, predictable=predictable)
-    _add_draft_layer(model, generator)
+    if family_of(config).drafts:
+        _add_draft_layer(model, generator)
     return model
 
 
@@ -104,6 +106,7 @@ def _shape(model: Any, generator: torch.Generator, *, predictable: bool) -> None
             _shape_indexer(layer.self_attn, common, family)
         else:
             _follow(layer.self_attn, anchor, family)
+    family.shape(model, normal)
     if predictable:
         _let_one_layer_lead(model.model.layers)
     _shape_head(model, common, generator)
@@ -125,16 +128,16 @@ def _shape_attention(attention: Any, common: Tensor, family: Family, normal: Nor
 
 
 def _shape_indexer(attention: Any, common: Tensor, family: Family) -> None:
-    """The queries and the key of `attention`, rope part first as the indexer has it."""
+    """The queries and the key of `attention`, rope part where the indexer has it."""
     indexer, nope, latent = attention.indexer, attention.qk_nope_head_dim, attention.kv_lora_rank
-    rotary = torch.arange(indexer.qk_rope_head_dim)
-    if not family.index_interleaves:  # halves, where its attention rotates neighbours
+    rotary, order = torch.arange(indexer.qk_rope_head_dim), -1 if family.index_rotates_last else 1
+    if family.interleaves and not family.index_interleaves:  # halves, where its attention rotates neighbours
         rotary = torch.cat((rotary[0::2], rotary[1::2]))
     down = attention.kv_a_proj_with_mqa.weight
     key = attention.kv_b_proj.weight.view(attention.num_heads, -1, latent)[0, :nope] @ down[:latent]
-    indexer.wk.weight.copy_(torch.cat((down[latent:][rotary], key)))
+    indexer.wk.weight.copy_(torch.cat((down[latent:][rotary], key)[::order]))
     queries = family.queries_of(attention)
-    wanted = torch.cat((nope + rotary, torch.arange(nope)))
+    wanted = torch.cat((nope + rotary, torch.arange(nope))[::order])
     opposite = slice(attention.num_heads // 2, None)
     indexer.wq_b.weight.copy_(queries[:, wanted].flatten(0, 1))
     indexer.wq_b.weight.view(attention.num_heads, len(wanted), -1)[opposite].neg_()
@@ -249,7 +252,7 @@ def write_weights(path: Path, model: Any, *, fp8: bool, powers_of_two: bool) -> 
     """Write the repository of `model` in the published layout, in FP8 in shards of 1 MiB: a weight and its scales
     may lie in two."""
     about = json.loads(model.config.to_json_string(use_diff=False))
-    source, specs = _Weights(model, powers_of_two=powers_of_two), tensors_of(model.config, draft_layer=True)
+    source, specs = _Weights(model, powers_of_two=powers_of_two), stored_tensors(model.config, fp8=fp8)
     stored: Any = {"fp8": fp8, "powers_of_two": powers_of_two, "shard_bytes": 1 << 20 if fp8 else SHARD_BYTES}
     write_repository(path, about, specs, source, dtype=torch.float32, **stored)
     model.generation_config.save_pretrained(path)

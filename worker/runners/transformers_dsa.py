@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from kernels.attention import attend_rows, prepare_attention
+from kernels.attention import prepare_attention
 from kernels.encode import prepare_encode
 from kernels.index_topk import index_topk, prepare_index
 from kernels.layout import Geometry
@@ -121,14 +121,14 @@ class _RunnerScratch:
     """Tensors that flow from one operation of a decode step to the next, for one batch size. What another stream reads
     stays until the next layer's takes its place."""
 
-    hidden: Tensor  # [B, 1, hidden]
+    hidden: Tensor  # [B, 1, C * hidden]: the residual
     entered: Activations  # [B, 1, hidden]: the norm of `hidden` that follows, of the next layer or of the model
     final: Tensor  # [B, 1, hidden]: behind the model's norm, at one address for every graph
     final_angles: Angles  # those of the step, likewise; empty without a draft layer
     real: Tensor  # bool[B]
     angles: Angles  # [B, 1, d]
     queries: Tensor  # [B, H, r + d]
-    gate: Tensor | None  # [B, 1, H * v]: of the family's output gate
+    ending: mla.LayerEnding  # of a layer's projections
     latents: Tensor  # [B, H, r]
     compressed: mla.Compressed | None  # of a layer, for its *select* and *project*
     between: Halfway | None  # of a layer, for its MLP
@@ -520,9 +520,9 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def _attend_block(self, block: PromptBlock, state: DeviceState, layer: Layer, rows: int) -> None:
-        hidden, experts, gate = block.prompts.hidden[:, block.rows], self._layers.prompt_experts, block.gate
+        hidden, experts, ending = block.prompts.hidden[:, block.rows], self._layers.prompt_experts, block.ending
         attended = self._prompt.attend(state, layer, block)
-        self._layers.finish(layer, hidden, attended, experts, gate=gate, rows=rows)
+        self._layers.finish(layer, hidden, attended, experts, ending=ending, rows=rows)
 
     @torch.inference_mode()
     def _write_draft_rows(
@@ -590,7 +590,7 @@ class TransformersRunner:
         layers, inputs = self._layers, scratch.compressed
         assert inputs is not None
         projected = layers.project(layer, inputs, scratch.angles, new_rows(state, layer.number, batch))
-        scratch.queries, scratch.gate = mla.absorb_queries(layer.absorbed, projected), projected.gate
+        scratch.queries, scratch.ending = mla.absorb_queries(layer.absorbed, projected), projected.ending
         if projected.rows is not None:
             write_new_rows(state, layer.number, batch, projected.rows.squeeze(1))
 
@@ -608,11 +608,16 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def _attend(self, scratch: _RunnerScratch, state: DeviceState, layer: Layer) -> None:
-        scaling = layer.attention.scaling
-        attend_rows(state, layer.number, scratch.queries, scratch.out_rows, scaling, scratch.latents)
+        layer.attend(state, scratch.queries, scratch.out_rows, scratch.latents)
         attended = mla.expand_values(layer.absorbed, scratch.latents).unsqueeze(1)
-        experts, gate, real = self._layers.decode_experts, scratch.gate, scratch.real
-        scratch.between = self._layers.leave_attention(layer, scratch.hidden, attended, experts, gate=gate, real=real)
+        scratch.between = self._layers.leave_attention(
+            layer,
+            scratch.hidden,
+            attended,
+            self._layers.decode_experts,
+            ending=scratch.ending,
+            real=scratch.real,
+        )
 
     @torch.inference_mode()
     def _share(self, scratch: _RunnerScratch, layer: Layer) -> None:
@@ -714,7 +719,8 @@ class TransformersRunner:
             return
         self._layers.warm_up()
         config, rows, dtype = self._layers.model.config, self._layers.rows, self._layers.index_dtype
-        prepare_attention(state, config.num_attention_heads, rows.scaled, rows.plain, self.dtype)
+        shape = config.num_attention_heads, rows.scaled, rows.plain
+        prepare_attention(state, *shape, self.dtype, sinks=self._layers[0].sinks is not None)
         for form in (rows, self._layers.keys):
             prepare_encode(form, self.dtype, self._layers.device)
         prepare_index(state, config.index_n_heads, config.index_head_dim, dtype)
@@ -747,7 +753,7 @@ class TransformersRunner:
                 real=empty,
                 angles=(empty, empty),
                 queries=empty,
-                gate=None,
+                ending=mla.LayerEnding(),
                 latents=torch.empty(shape, dtype=self.dtype, device=device),
                 compressed=None,
                 between=None,

@@ -45,7 +45,7 @@ LAYER_KINDS: Final = ("indexed_attention", "deepseek_sparse_attention")
 #: Why each of these fields changes no token.
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     **dict.fromkeys(("head_dim", "qk_head_dim"), "follows from qk_rope_head_dim and qk_nope_head_dim"),
-    **dict.fromkeys(("attention_dropout", "initializer_range"), "of training"),
+    **dict.fromkeys(("attention_dropout", "initializer_range", "learnable_sink_init"), "of training"),
     **dict.fromkeys(("aux_loss_alpha", "seq_aux", "router_aux_loss_coef"), "of training"),
     **dict.fromkeys(("ep_size", "pretraining_tp"), "how a trainer placed weights"),
     **dict.fromkeys(("bos_token_id", "pad_token_id", "tokenizer_class"), "of tokenizers, which have their own files"),
@@ -68,7 +68,6 @@ ROPE_FIELDS: Final = frozenset(
 )
 #: Other families with learned selection, by `model_type`: what each computes that is not implemented.
 NOT_SERVED: Final[Mapping[str, str]] = {
-    "hy_v4": "attention sinks, an output gate and four residual streams",
     "mistral_large4": "layers that reuse another layer's latent, and layers without rotation",
     "minimax_m3_vl": "keys and values of four heads, selected in blocks for each of them",
     "deepseek_v4": "compressed keys, one head of 512 values and a window beside them",

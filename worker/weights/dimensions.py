@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any, Final
 
 from protocol.errors import ConfigError
@@ -40,13 +41,18 @@ def bounds_of(name: str) -> tuple[int, int]:
 
 
 def check_dimensions(config: Mapping[str, Any], file: str, field: str) -> None:
-    """Raise ConfigError, with `file` as the value of `field`, unless every size that `config` has is within BOUNDS and
-    `indexer_types`, if it is there, names a kind for each layer. A size of null is the model library's default."""
+    """Raise ConfigError, with `file` as the value of `field`, unless every size that `config` has is within BOUNDS, the
+    family's `numbers` are above 0, and `indexer_types`, if it is there, names a kind for each layer. A size of null is
+    the model library's default."""
     family = FAMILIES.get(config.get("model_type", ""))
     for name in (*BOUNDS, *(family.widths if family else ())):
         value, (least, most) = config.get(name), bounds_of(name)
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise _refusal(f"{name} {_shown(value)} is not a whole number from {least} to {most}", file, field)
+    for name in family.numbers if family else ():
+        number = config.get(name)
+        if number is not None and (type(number) not in (int, float) or not 0 < number < inf):
+            raise _refusal(f"{name} {_shown(number)} is no finite number above 0", file, field)
     kinds, layers = config.get("indexer_types"), config.get("num_hidden_layers")
     if kinds is not None:
         if not isinstance(kinds, list) or not kinds or any(kind not in INDEXER_KINDS for kind in kinds):

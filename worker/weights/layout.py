@@ -13,6 +13,9 @@ indexer and experts, and
     model.layers.N.{enorm, hnorm, eh_proj, shared_head.norm}
     model.layers.N.{embed_tokens, shared_head.head}                         the model's own, which some publish twice
 
+A family may have more (worker/families/base.py). Some store a layer's experts in two tensors, mlp.experts.gate_up_proj
+[E, 2 * I, hidden] and mlp.experts.down_proj [E, hidden, I], which are read as one of each expert (shards.py).
+
 An FP8 repository stores a converted weight [N, K] as e4m3 values and, under the name with `_scale_inv`, a scale for
 each block of 128 x 128; the last block of a row or column may be smaller. eh_proj is not converted.
 """
@@ -118,14 +121,38 @@ def tensors_of(config: Any, experts: ExpertShare | None = None, *, draft_layer: 
     for layer in range(config.num_hidden_layers):
         yield from _layer(config, layer, experts or ExpertShare(0, config.n_routed_experts))
     yield TensorSpec("model.norm.weight", (config.hidden_size,))
+    yield from family_of(config).model_tensors(config)
     yield TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size))
     if draft_layer:
         yield from _draft_layer(config, experts or ExpertShare(0, config.n_routed_experts))
 
 
+def stored_tensors(config: Any, *, fp8: bool) -> Iterator[TensorSpec]:
+    """Yield the tensors of a repository that is written here, the draft layer's among them, if there may be one.
+
+    Experts are stacked where the family stores them so; in FP8 each has tensors of its own.
+    """
+    family = family_of(config)
+    for spec in tensors_of(config, draft_layer=family.drafts):
+        found = EXPERT.match(spec.name) if family.stacks_experts and not fp8 else None
+        if found is None:
+            yield spec
+        elif found[2] == "0" and found[3] != "up_proj":
+            name, (rows, columns) = found[3].replace("gate", "gate_up"), spec.shape
+            rows *= 2 if found[3] == "gate_proj" else 1
+            yield TensorSpec(f"{found[1]}.{name}", (config.n_routed_experts, rows, columns))
+
+
 def require_draft_layer(config: Any) -> None:
-    """Raise ConfigError unless `config` says that the model has one draft layer."""
+    """Raise ConfigError unless `config` says that the model has one draft layer, of a family whose form is known."""
     layers = getattr(config, "num_nextn_predict_layers", None)
+    if not family_of(config).drafts:
+        raise ConfigError(
+            "the draft layer of this family is not served",
+            field="config.json model_type",
+            value=config.model_type,
+            remedy="draft no tokens",
+        )
     if layers != 1 or isinstance(layers, bool):
         raise ConfigError(
             "drafts need a model with one MTP layer",
@@ -234,20 +261,21 @@ def prompt_scratch_bytes(
     """
     _require_dimensions(config, (*DIMENSIONS, "index_topk", "num_experts_per_tok"))
     value, hidden, row = BYTES[dtype], config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim
-    kept = value * (hidden + 2 * config.qk_rope_head_dim) + 4 * config.index_topk + TOKEN_BYTES
     family = family_of(config)
+    state = hidden * family.streams(config)
+    kept = value * (state + 2 * config.qk_rope_head_dim) + 4 * config.index_topk + TOKEN_BYTES
     query = sum(family.query_shape(config)) + config.num_attention_heads * row  # and against rows
     index = 2 * config.index_n_heads * config.index_head_dim  # turned, and in the order of the kernel
     selecting = rows_max * value * (query + index + hidden + 2 * row) + TOPK_SCRATCH_BYTES
     attending = rows_max * value * config.num_attention_heads * (row + config.kv_lora_rank + config.v_head_dim)
     computing = value * max(_mlp_values(config, rows_max), _experts_values(config, rows_max, ranks))
     computing = max(computing, _quantized_experts_bytes(config, rows_max, ranks, value))
-    residual = rows_max * (value * (3 * hidden + family.kept_values(config)) + 4 * config.index_topk)
+    residual = rows_max * (value * (2 * state + hidden + family.kept_values(config)) + 4 * config.index_topk)
     gathering = 0
     if ranks > 1:
         gathered, sent = pass_tokens + ranks, ceil(pass_tokens / ranks)
         residual += value * (gathered + sent + EARLIER_ROWS_MAX) * (row + config.index_head_dim) + TOPK_SCRATCH_BYTES
-        gathering = value * hidden * (gathered + sent)
+        gathering = value * state * (gathered + sent)
     return int(passes * pass_tokens * kept + residual + max(selecting, attending, computing, gathering))
 
 
@@ -284,6 +312,7 @@ def _layer(config: Any, number: int, experts: ExpertShare) -> Iterator[TensorSpe
     ahead_of = EXPERTS if has_experts(config, number) else MLP
     yield from family.norm_tensors(config, f"{prefix}.input_layernorm", ATTENTION)
     yield from _attention(config, f"{prefix}.self_attn", family)
+    yield from family.layer_tensors(config, prefix)
     if has_indexer(config, number):
         yield from _indexer(config, f"{prefix}.self_attn.indexer")
     yield from family.norm_tensors(config, f"{prefix}.post_attention_layernorm", ahead_of)

@@ -2,8 +2,9 @@
 
 The result says of each needed tensor which stored one fills it, and in which form. A repository that lacks a tensor,
 holds one that the model does not have, or stores another shape or dtype is refused, with the names and their files.
-Left unread, though stored: indexers of layers that share a selection, experts of other processes, and the draft layer
-(MTP module) unless it is asked for; of that layer, the embedding and the head, which are the model's.
+Left unread, though stored: indexers of layers that share a selection, experts of other processes, the draft layer (MTP
+module) unless it is asked for; of that layer, the embedding and the head, which are the model's; and what a family
+leaves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from protocol.errors import ConfigError
 from worker.families.base import TensorSpec
+from worker.families.table import family_of
 from worker.weights.layout import (
     EXPERT,
     SCALE_SUFFIX,
@@ -104,7 +106,9 @@ def _match(
 
 def _is_left(name: str, config: Any, experts: ExpertShare | None, draft_layer: bool) -> bool:
     layers = config.num_hidden_layers
-    if name.endswith(TABLE) or name in {f"model.layers.{layers}.{it}" for it in SHARED_BY_DRAFT}:
+    if name.startswith(family_of(config).unread) or name.endswith(TABLE):
+        return True
+    if name in {f"model.layers.{layers}.{it}" for it in SHARED_BY_DRAFT}:
         return True
     if is_of_mtp(name, layers) and not draft_layer:
         return True

@@ -104,7 +104,7 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def append_draft_layer(model: Any) -> None:
@@ -245,7 +245,7 @@ class ModelTensors:
             config: Any = self.model.config
             sizes = self._share.count, config.moe_intermediate_size, config.hidden_size
             blocks = BlockExperts(prefix, sizes, self._memory, self._matmul)
-            blocks.place(self._share.first, config.n_routed_experts)
+            blocks.place(self._share.first, config.n_routed_experts, family_of(config).expert_limit(config))
             parent, _, name = prefix.rpartition(".")
             setattr(self.model.get_submodule(parent), name, blocks)
             self._blocks[prefix] = blocks
@@ -264,7 +264,8 @@ def keeps_exact(model: Any, name: str) -> bool:
     keeps the weight in float32. Products of stored bfloat16 are the same either way, so only a weight that would be
     rounded is held in float32.
     """
-    return any(re.search(pattern, name) for pattern in model._keep_in_fp32_modules_strict)
+    module = family_of(model.config).module_name(name)
+    return any(re.search(pattern, module) for pattern in model._keep_in_fp32_modules_strict)
 
 
 def _is_kept_in_fp8(memory: WeightMemory, spec: TensorSpec) -> bool:

@@ -14,7 +14,8 @@ forms all their products in one launch. In a decode step such a launch takes lon
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NamedTuple
+from math import inf
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +122,8 @@ class Activations(NamedTuple):
 
     values: Tensor
     codes: Codes | None = None
+    #: float32[..., C]: by which what becomes of them is added to each residual stream, where there are several.
+    shares: Tensor | None = None
 
 
 def make_codes_for(member: nn.Module | None, rows: int) -> Codes | None:
@@ -131,7 +134,7 @@ def make_codes_for(member: nn.Module | None, rows: int) -> Codes | None:
 
 def product(rows: Activations, member: nn.Module) -> Tensor:
     """[..., N] of `member`."""
-    found: Tensor = member(*rows) if isinstance(member, BlockLinear) else member(rows.values)
+    found: Tensor = member(rows.values, rows.codes) if isinstance(member, BlockLinear) else member(rows.values)
     return found
 
 
@@ -160,7 +163,7 @@ class BlockExperts(nn.Module):
         """Memory for E experts, that is to be filled, of `sizes` [E, I, K]; `place` the module among all."""
         super().__init__()
         count, middle, width = sizes
-        self.first, self.total = 0, count
+        self.first, self.total, self.limit = 0, count, inf
         self.quantizes_rows = matmul.quantizes_rows and middle % BLOCK == 0 and width % BLOCK == 0
         self.matmul = matmul if self.quantizes_rows else DECODED
         shapes = [(count, 2 * middle, width)] if self.quantizes_rows else [(count, middle, width)] * 2
@@ -168,9 +171,9 @@ class BlockExperts(nn.Module):
         self.weights = [empty_blocks(f"{name}.{number}", shape, memory) for number, shape in enumerate(shapes)]
         self._middle = middle
 
-    def place(self, first: int, total: int) -> BlockExperts:
-        """This module, as the experts from `first` on of `total`."""
-        self.first, self.total = first, total
+    def place(self, first: int, total: int, limit: float = inf) -> BlockExperts:
+        """This module, as the experts from `first` on of `total`, whose products of gate and up are cut to `limit`."""
+        self.first, self.total, self.limit = first, total, limit
         return self
 
     def weight(self, projection: str, index: int) -> BlockFp8:
@@ -189,10 +192,11 @@ class BlockExperts(nn.Module):
             out = None
         if self.quantizes_rows or isinstance(hidden, Codes):
             gate_up, down = self.weights
-            about = self.first, self.total
-            return block_experts_w8a8(hidden, chosen, shares, gate_up, down, *about, powers=self.matmul.powers, out=out)
+            options: Any = {"powers": self.matmul.powers, "limit": self.limit, "out": out}
+            return block_experts_w8a8(hidden, chosen, shares, gate_up, down, self.first, self.total, **options)
         gate, up, down = self.weights
-        return block_experts(hidden, chosen, shares, gate, up, down, self.first, self.total, out=out)
+        about = self.first, self.total
+        return block_experts(hidden, chosen, shares, gate, up, down, *about, limit=self.limit, out=out)
 
 
 def expert_matmul(model: nn.Module) -> Matmul | None:

@@ -1,11 +1,13 @@
 """The safetensors files of a repository, and where each tensor's bytes lie. Reads by position, maps nothing.
 
-A repository has one index file that names the shard of each tensor, or no index and any number of files.
+A repository has one index file that names the shard of each tensor, or no index and any number of files. Experts that
+are stored together are found one by one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ from protocol.small_files import open_regular, read_small_file
 from worker.weights.safetensors_header import FIELD, PREFIX_BYTES, StoredTensor, header_length, parse_header
 
 INDEX: Final = "model.safetensors.index.json"
+#: Tensors that some repositories store for all experts of a layer.
+STACKED: Final = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 #: The index of 100,000 tensors is 10 MB.
 INDEX_BYTES_MAX: Final = 256 * 1024 * 1024
 
@@ -55,7 +59,7 @@ class Shards:
             weight_map = _read_index(directory)
             names = sorted(set(weight_map.values())) if weight_map else _files(directory)
             headers = {name: _open(directory / name, name, descriptors) for name in names}
-            tensors = _locate(directory, weight_map, headers)
+            tensors = _split_experts(_locate(directory, weight_map, headers))
         except BaseException:
             for descriptor in descriptors.values():
                 os.close(descriptor)
@@ -144,6 +148,25 @@ def _locate(
         name = min(missing)
         raise _refusal(f"lacks {name}, which {INDEX} places there", directory / weight_map[name])
     return found
+
+
+def _split_experts(found: dict[str, Located]) -> dict[str, Located]:
+    """`found` with the tensors of single experts in place of STACKED ones of three dimensions, by places in the same
+    file: [E, n, K] is E tensors [n, K], and of gate_up_proj each is two."""
+    split: dict[str, Located] = {}
+    for name, located in found.items():
+        stacked, shape = STACKED.match(name), located.tensor.shape
+        parts = ("gate_proj", "up_proj") if stacked and stacked[2] == "gate_up_proj" else ("down_proj",)
+        if stacked is None or len(shape) != 3 or not shape[0] or shape[1] % len(parts):
+            split[name] = located
+            continue
+        size, rows, begin = located.bytes // shape[0] // len(parts), shape[1] // len(parts), located.tensor.begin
+        for expert in range(shape[0]):
+            for part in parts:
+                tensor = StoredTensor(located.tensor.dtype, (rows, shape[2]), begin, begin + size)
+                split[f"{stacked[1]}.{expert}.{part}.weight"] = Located(located.file, tensor)
+                begin += size
+    return split
 
 
 def _stored(headers: dict[str, dict[str, StoredTensor]]) -> Iterator[tuple[str, str, StoredTensor]]:

@@ -20,7 +20,7 @@ from kernels.block_weight import BLOCK
 from protocol.errors import ConfigError
 from worker.families.base import TensorSpec
 from worker.families.table import family_named
-from worker.weights.layout import scale_shape, tensors_of
+from worker.weights.layout import scale_shape, stored_tensors
 from worker.weights.writing import SHARD_BYTES, write_repository
 
 #: e4m3 values that normal quantiles become before their scale: the largest of 256 quantiles, 2.9, is 371.
@@ -38,8 +38,8 @@ def write_synthetic(
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write a repository of `layers` layers and the draft layer, `experts` routed experts (0: as published); returns
-    its tensors' bytes. Embedding and head are not written twice, as some publish them.
+    """Write a repository of `layers` layers and the draft layer, if the family's is known, `experts` routed experts (0:
+    as published); returns its tensors' bytes. Embedding and head are not written twice, as some publish them.
 
     Raises ConfigError for a family that is not served, or sizes that its configuration refuses.
     """
@@ -49,7 +49,7 @@ def write_synthetic(
     return write_repository(
         Path(path),
         about,
-        tensors_of(config, draft_layer=True),
+        stored_tensors(config, fp8=fp8),
         source,
         fp8=fp8,
         powers_of_two=powers_of_two,
@@ -92,8 +92,8 @@ class _Random:
         if len(spec.shape) == 1:
             is_norm = spec.name.endswith("norm.weight")
             return torch.ones(spec.shape) if is_norm else torch.zeros(spec.shape)
-        draws = torch.randn(count, spec.shape[1], generator=self._generator(spec, first))
-        return draws / math.sqrt(spec.shape[1])
+        draws = torch.randn(count, *spec.shape[1:], generator=self._generator(spec, first))
+        return draws / math.sqrt(spec.shape[-1])
 
     def values(self, spec: TensorSpec, first: int, count: int) -> Tensor:
         shape, generator = (count, spec.shape[1]), self._generator(spec, first)

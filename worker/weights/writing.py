@@ -38,7 +38,8 @@ QUANTIZATION: Final[dict[str, Any]] = {
 
 
 class TensorSource(Protocol):
-    """Where values come from, by rows `first` to `first + count - 1`; a tensor of one dimension is one row."""
+    """Where values come from, by rows `first` to `first + count - 1`; a tensor of one dimension is one row, and a row
+    of three dimensions is a matrix."""
 
     def plain(self, spec: TensorSpec, first: int, count: int) -> Tensor:
         """Values of any floating dtype."""
@@ -152,7 +153,8 @@ def _write_shard(file: Path, entries: list[_ShardEntry], source: TensorSource) -
 def _pieces(entry: _ShardEntry, source: TensorSource) -> Iterator[Tensor]:
     spec = entry.spec
     rows = spec.shape[0] if len(spec.shape) > 1 else 1
-    at_once = max(BLOCK, PIECE_VALUES // (prod(spec.shape) // rows) // BLOCK * BLOCK)
+    at_once, least = PIECE_VALUES // (prod(spec.shape) // rows), 1 if len(spec.shape) > 2 else BLOCK
+    at_once = max(least, at_once // least * least)
     for first in range(0, rows, at_once):
         count = min(at_once, rows - first)
         if entry.dtype == VALUES_DTYPE:

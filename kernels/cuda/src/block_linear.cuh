@@ -119,6 +119,8 @@ __device__ __forceinline__ u16 bfloat16_of(float x) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
     return bits;
 }
+// The smaller of both; no number stays none.
+__device__ __forceinline__ float below(float value, float limit) { return value > limit ? limit : value; }
 __device__ __forceinline__ float rounded(float x) { return __uint_as_float(u32(bfloat16_of(x)) << 16); }
 
 extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void block_linear(const __grid_constant__ BlockLinear p) {
@@ -294,9 +296,10 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void block_linear(con
             for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
-                    const float x = rounded(c[j][odd]), opened = rounded(x / (1.0f + __expf(-x)));
+                    const float x = below(rounded(c[j][odd]), p.limit), opened = rounded(x / (1.0f + __expf(-x)));
+                    const float factor = -below(-below(rounded(c[j][2 + odd]), p.limit), p.limit);
                     const i64 to = place.token + 8 * j + within * 2 + odd;
-                    p.out[to * p.n + at] = bfloat16_of(opened * rounded(c[j][2 + odd]));
+                    p.out[to * p.n + at] = bfloat16_of(opened * factor);
                 }
             continue;
         }

@@ -258,7 +258,8 @@ struct BlockLinear {
     i32 units;                  // tiles * blocks; by experts: known to the device
     i32 token_tiles;            // dense
     i32 row_tiles, jobs_max;    // by experts
-    i32 unused[11];
+    float limit;                // gate and up: of both products, of gate from above
+    i32 unused[10];
 };
 static_assert(sizeof(BlockLinear) == 512, "as ctypes lays it out");
 
@@ -286,8 +287,9 @@ struct QuantizeRows {
     i32 k, blocks;       // 128 * blocks values of a row
     i32 span;            // at least as many as there are rows
     i32 powers;          // 1: scales are powers of two
+    float limit;         // of quantize_gated: of both, of hidden from above
 };
-static_assert(sizeof(QuantizeRows) == 72, "as ctypes lays it out");
+static_assert(sizeof(QuantizeRows) == 80, "as ctypes lays it out");
 
 struct SpreadRows {
     const u8* codes;     // [count, k] e4m3, `stride` bytes apart

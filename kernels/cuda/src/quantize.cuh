@@ -24,6 +24,8 @@ constexpr u32 ALL_LANES = 0xFFFFFFFF;
 constexpr float E4M3_MAX = 448.0f;
 
 __device__ __forceinline__ float widened(u32 bits) { return __uint_as_float(bits << 16); }
+// The smaller of both; no number stays none.
+__device__ __forceinline__ float below(float value, float limit) { return value > limit ? limit : value; }
 // Nearest bfloat16, ties to even; no number stays none.
 __device__ __forceinline__ u32 rounded(float value) {
     const u32 bits = __float_as_uint(value);
@@ -276,8 +278,8 @@ extern "C" __global__ void __launch_bounds__(hisparse::QUANTIZE_THREADS)
         widen(factor, factors[turn]);
 #pragma unroll
         for (int i = 0; i < LANE_VALUES; ++i) {
-            const float opened = widened(rounded(x[i] / (1 + expf(-x[i]))));
-            x[i] = widened(rounded(opened * factor[i]));
+            const float cut = below(x[i], p.limit), opened = widened(rounded(cut / (1 + expf(-cut))));
+            x[i] = widened(rounded(opened * -below(-below(factor[i], p.limit), p.limit)));
         }
         const float scale = scale_of(x, p.powers);
         const uint2 codes = codes_of(x, scale, p.powers);

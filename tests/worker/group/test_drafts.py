@@ -12,7 +12,7 @@ import torch
 
 from kernels.state import DeviceState, StepBatch
 from protocol.settings import WorkerSettings
-from tests.support.checkpoints import tiny_checkpoint
+from tests.support.checkpoints import DRAFTING, tiny_checkpoint
 from tests.support.drafting_rig import WRONG
 from tests.support.group_rig import Ask
 from tests.support.history import in_turn
@@ -21,7 +21,6 @@ from tests.support.thread_ranks import run_ranks
 from tests.support.worker_rig import Rig
 from worker.runners import invariance
 from worker.runners.base import DraftRows, DraftRunner, SamplerState
-from worker.runners.tiny import FAMILIES
 from worker.streams import Streams
 
 DRAFTS = 2
@@ -39,7 +38,7 @@ SETTINGS = WorkerSettings(
 )
 
 
-@pytest.fixture(scope="module", params=[in_turn(FAMILIES)])
+@pytest.fixture(scope="module", params=[in_turn(DRAFTING)])
 def checkpoint(request: pytest.FixtureRequest, run_dir: Path) -> Path:
     """Take one family each commit, DeepSeek-V3.2 with weights in FP8, which a CPU decodes; drafts are mostly right."""
     about = {"index_topk": 32, "context_max_tokens": 512, "layers": 2, "predictable": True}

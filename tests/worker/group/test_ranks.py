@@ -62,6 +62,7 @@ STORED = {
     **{("deepseek-v3.2", 1): "float32", ("deepseek-v3.2", 2): "fp8", ("deepseek-v3.2", 3): "bfloat16"},
     **{("glm-5", 1): "fp8", ("glm-5", 2): "bfloat16", ("glm-5", 4): "fp8"},
     **{("a.x-k2", 1): "bfloat16", ("a.x-k2", 2): "fp8", ("a.x-k2", 3): "float32", ("a.x-k2", 4): "bfloat16"},
+    **{("hy4", 1): "bfloat16", ("hy4", 2): "fp8", ("hy4", 4): "fp8"},
 }
 
 
@@ -179,13 +180,16 @@ def test_mixed_requests_get_the_tokens_of_generate(
     assert not wrong(checkpoint, asks, drawn)
 
 
-def test_prompts_on_one_rank_alone_are_split_by_all(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [in_turn(("deepseek-v3.2", "hy4"))])
+def test_prompts_on_one_rank_alone_are_split_by_all(
+    family: str, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
     """Or leave the others idle, where that is set. Requests are retracted amid passes, and passes have several."""
     asks = [[], asks_of(8, seed=5), []]
     for split_tokens in (24, 0):
         settings = msgspec.structs.replace(SETTINGS, split_tokens=split_tokens)
-        drawn = run(checkpoints("deepseek-v3.2"), tmp_path / f"run {split_tokens}", asks, settings)
-        assert not wrong(checkpoints("deepseek-v3.2"), asks, drawn)
+        drawn = run(checkpoints(family), tmp_path / f"run {split_tokens}", asks, settings)
+        assert not wrong(checkpoints(family), asks, drawn)
         assert bool(drawn[1].split_units) == bool(split_tokens)
 
 
@@ -199,7 +203,7 @@ def test_ranks_that_draft_give_the_tokens_of_generate(checkpoints: Callable[...,
     assert sum(rank.accepted for rank in drawn) > 10
 
 
-@pytest.mark.parametrize(("family", "size"), [in_turn([("deepseek-v3.2", 3), ("glm-5", 4)])])
+@pytest.mark.parametrize(("family", "size"), [in_turn([("deepseek-v3.2", 3), ("glm-5", 4), ("hy4", 3)])])
 def test_bits_are_kept_while_requests_move_between_ranks(
     family: str, size: int, checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ import pytest
 from protocol.messages import DRAFT_TOKENS_MAX, Sampling
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
+from tests.support.checkpoints import DRAFTING
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life, prompt_of
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
@@ -27,7 +28,6 @@ from tests.support.history import first_parent_commits
 from tests.support.once import made_once
 from tests.support.worker_rig import SETTINGS
 from tests.worker.runners.test_drafting import pair_of
-from worker.runners.tiny import FAMILIES
 from worker.streams import SimulatedStreams, make_streams
 
 #: Half a minute of processor time, on cores that others use too: a limit only ends what hangs.
@@ -295,16 +295,16 @@ def drawn_from(commits: int) -> list[tuple[int, int | None, str]]:
     """Two of the seeds, each with one of the families: another pair with each commit."""
     shares = (0, 60, 100, None)
     return [
-        (seed, shares[seed], FAMILIES[(seed // 2 + commits // 2) % len(FAMILIES)])
+        (seed, shares[seed], DRAFTING[(seed // 2 + commits // 2) % len(DRAFTING)])
         for seed in range(commits % 2, len(shares), 2)
     ]
 
 
 def test_every_seed_meets_each_family_within_two_commits_of_it() -> None:
-    assert {case for commits in range(2 * len(FAMILIES)) for case in drawn_from(commits)} == {
-        (seed, percent, family) for seed, percent in enumerate((0, 60, 100, None)) for family in FAMILIES
+    assert {case for commits in range(2 * len(DRAFTING)) for case in drawn_from(commits)} == {
+        (seed, percent, family) for seed, percent in enumerate((0, 60, 100, None)) for family in DRAFTING
     }
-    assert all(len({family for *_, family in drawn_from(commits)}) == 2 for commits in range(2 * len(FAMILIES)))
+    assert all(len({family for *_, family in drawn_from(commits)}) == 2 for commits in range(2 * len(DRAFTING)))
 
 
 @pytest.mark.parametrize(("seed", "percent", "family"), drawn_from(first_parent_commits() or 0))
@@ -319,7 +319,7 @@ def test_models_give_the_tokens_of_plain_decoding_wherever_requests_are(
         runner = copy(pair_of(family).runner)
         runner._scratch = {}  # of two workers: the steps of one begin amid those of the other
         rig = DraftRig(
-            make_streams(("inline", "simulated")[(seed + FAMILIES.index(family)) % 2], seed + 100 * number),
+            make_streams(("inline", "simulated")[(seed + DRAFTING.index(family)) % 2], seed + 100 * number),
             model_settings(2, lookahead_steps=seed % 2),
             percent,
             runner=runner,

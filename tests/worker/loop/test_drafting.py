@@ -21,6 +21,7 @@ from protocol.errors import ConfigError
 from protocol.messages import DRAFT_TOKENS_MAX, NO_LOGPROBS, Finished
 from protocol.settings import DraftTokens
 from tests.support.accepted_rows import NOTHING_DRAWN, accepted_rows
+from tests.support.checkpoints import DRAFTING
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
@@ -33,7 +34,7 @@ from worker.loop.decode import StepTokens
 from worker.loop.drafting import DraftStep
 from worker.runners import invariance
 from worker.runners.base import DraftRows, StepOutputs
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import Streams, make_streams
 from worker.streams.cuda import CudaStreams
@@ -288,7 +289,7 @@ def decode_model(rig: DraftRig, hot_slots: int) -> list[list[int]]:
     return [life.tokens for life in rig.coordinator.lives]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_model_gives_the_tokens_of_plain_decoding(family: str) -> None:
     """With drafts right in some places, and with those that random weights give."""
     runner, sizes = pair_of(family).runner, {"pass_tokens": 256, "host_mem": "16MiB", "device_mem": "16MiB"}
@@ -406,7 +407,7 @@ def test_host_reads_are_refused_there() -> None:
             read()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_deterministic_bits_are_those_of_a_request_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariance, "TRIALS", 4)  # of the check at start, which others test
     pair, sizes = pair_of(family), {"deterministic_seats": DETERMINISTIC.seats, "draft_tokens": 2}

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from protocol.errors import BadInput, ConfigError, InternalError
 from protocol.messages import ModelInfo
+from tests.support.checkpoints import DRAFTING
 from tests.support.runner_rig import Rig
 from worker.runners import tiny_weights
 from worker.runners.base import PromptPart
 from worker.runners.checkpoint import geometry_of
 from worker.runners.layers import Layers
 from worker.runners.sampling import sample
-from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
+from worker.runners.tiny import tiny_config, write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.model import load_model
 from worker.weights.quantization import Quantization
@@ -32,7 +33,7 @@ CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 
 @dataclass(frozen=True)
 class Pair:
-    """A model with a draft layer, and the library's MtpModel of the same weights."""
+    """A model with a draft layer, if its family has one, and the library's MtpModel of the same weights."""
 
     model: Any
     theirs: Any
@@ -59,8 +60,11 @@ def pair_of(family: str) -> Pair:
     from transformers import AutoModelForCausalLM
 
     config, generator = tiny_config(family, TOPK, 1_024), torch.Generator().manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tiny_weights._shape(model.requires_grad_(False), generator, predictable=False)
+    info = ModelInfo("", "drafting", 1_024, config.vocab_size, 4, TOPK, (), "bytes", "")
+    if family not in DRAFTING:
+        return Pair(model, None, TransformersRunner(model, info, geometry_of(config, "float32")))
     tiny_weights._add_draft_layer(model, generator)
     layer = model.model.layers[-1]
     for norm in (model.model.norm, layer.enorm, layer.hnorm, layer.shared_head.norm):
@@ -68,7 +72,6 @@ def pair_of(family: str) -> Pair:
     layer.eh_proj.weight[:, config.hidden_size :] *= 10
     for weight in (layer.mlp.experts.down_proj, layer.mlp.shared_experts.down_proj.weight):
         weight.mul_(10)
-    info = ModelInfo("", "drafting", 1_024, config.vocab_size, 4, TOPK, (), "bytes", "")
     geometry = geometry_of(config, "float32", draft_layer=True)
     return Pair(model, of_library(model), TransformersRunner(model, info, geometry))
 
@@ -137,7 +140,7 @@ def stepped(rig: Rig, known: list[list[int]]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 @pytest.mark.parametrize(("hot_slots", "pass_tokens"), [(0, PROMPT), (64, 64)])
 def test_drafts_of_steps_are_those_of_the_library(family: str, hot_slots: int, pass_tokens: int) -> None:
     """The prompt's rows are the layer's too: the first step attends to little else."""
@@ -152,7 +155,7 @@ def test_drafts_of_steps_are_those_of_the_library(family: str, hot_slots: int, p
     assert not rig.state.tripwires.any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_steps_without_drafts_write_the_rows_of_those_with_drafts(family: str) -> None:
     """And the index keys. The buffers are resident: no row moves."""
     rig, known = opened(pair_of(family), hot_slots=0)
@@ -168,7 +171,7 @@ def test_steps_without_drafts_write_the_rows_of_those_with_drafts(family: str) -
     assert not rig.state.tripwires.any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_drafts_of_an_fp8_checkpoint_are_those_of_its_decoded_weights(tmp_path: Path, family: str) -> None:
     """FP8 is kept in ours, and decoded for the library's."""
     write_tiny_checkpoint(tmp_path, family, index_topk=TOPK, fp8=True, powers_of_two=family == "glm-5")
@@ -183,7 +186,7 @@ def test_drafts_of_an_fp8_checkpoint_are_those_of_its_decoded_weights(tmp_path: 
         torch.testing.assert_close(draft.logits[seat], wanted_logits(pair, known[seat]), **CLOSE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_further_drafts_are_those_of_the_library(family: str) -> None:
     """The layer is applied to its own outputs; the rows of seats change places between two launches."""
     pair = pair_of(family)
@@ -213,7 +216,7 @@ def wanted_logits(pair: Pair, tokens: list[int], drafted: list[int] | None = Non
 
 
 def test_row_that_a_draft_wrote_is_written_again_from_the_models_state() -> None:
-    pair = pair_of(FAMILIES[0])
+    pair = pair_of(DRAFTING[0])
     rig, known = opened(pair, hot_slots=0)
     for _ in range(STEPS):
         draft = rig.draft([0, 1], stepped(rig, known))
@@ -225,7 +228,7 @@ def test_row_that_a_draft_wrote_is_written_again_from_the_models_state() -> None
 
 
 def test_draft_is_drawn_with_the_seed_and_the_position_of_its_request() -> None:
-    rig, known = opened(pair_of(FAMILIES[0]), hot_slots=64, temperature=1.5)
+    rig, known = opened(pair_of(DRAFTING[0]), hot_slots=64, temperature=1.5)
     hot = torch.full((2,), 1.5)
     for _ in range(STEPS):
         draft = rig.draft([0, 1], stepped(rig, known))
@@ -236,7 +239,7 @@ def test_draft_is_drawn_with_the_seed_and_the_position_of_its_request() -> None:
 
 
 def test_padding_drafts_nothing() -> None:
-    pair = pair_of(FAMILIES[1])
+    pair = pair_of(DRAFTING[1])
     rig, known = opened(pair, hot_slots=64)
     token = rig.decode([1], rows=3)[0]
     draft = rig.draft([1], token, rows=3)
@@ -246,7 +249,7 @@ def test_padding_drafts_nothing() -> None:
 
 
 def test_last_token_of_a_prompt_selects_alike_in_both_forms_of_prefill() -> None:
-    pair, warm = pair_of(FAMILIES[0]), []
+    pair, warm = pair_of(DRAFTING[0]), []
     for gathered in (False, True):
         runner = TransformersRunner(pair.model, pair.runner.info, pair.runner.geometry, gathered_prefill=gathered)
         rig = Rig(runner, seats=1, context_tokens=PROMPT + 2)
@@ -257,7 +260,7 @@ def test_last_token_of_a_prompt_selects_alike_in_both_forms_of_prefill() -> None
 
 
 def test_part_without_the_token_behind_it_is_refused() -> None:
-    runner = pair_of(FAMILIES[0]).runner
+    runner = pair_of(DRAFTING[0]).runner
     rig, tokens = Rig(runner, seats=1, context_tokens=64), torch.zeros(4, dtype=torch.long)
     prompts = runner.begin_pass(rig.streams, rig.state, [PromptPart(0, 0, 4, 0, False)], tokens)
     with pytest.raises(BadInput, match="following=None: the draft layer needs the token behind a part"):
@@ -281,7 +284,7 @@ def test_deterministic_mode_checks_all_batches_of_a_step(
 
 
 def test_runner_without_the_layer_does_not_draft() -> None:
-    pair = pair_of(FAMILIES[0])
+    pair = pair_of(DRAFTING[0])
     plain = TransformersRunner(pair.model, pair.runner.info, geometry_of(pair.model.config, "float32"))
     rig = Rig(plain, seats=1, context_tokens=64)
     rig.open(0, [1, 2, 3], hot_slots=0)
@@ -290,7 +293,7 @@ def test_runner_without_the_layer_does_not_draft() -> None:
         rig.draft([0], [1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_geometry_has_the_layer_in_a_group_of_its_own(family: str) -> None:
     config = tiny_config(family, TOPK, 1_024)
     config.num_nextn_predict_layers = 1
@@ -302,7 +305,7 @@ def test_geometry_has_the_layer_in_a_group_of_its_own(family: str) -> None:
 
 @pytest.mark.parametrize("layers", [None, 0, 2, True])
 def test_model_without_one_draft_layer_is_refused_where_drafts_are_asked(layers: object) -> None:
-    config = tiny_config(FAMILIES[0], TOPK, 1_024)
+    config = tiny_config(DRAFTING[0], TOPK, 1_024)
     config.num_nextn_predict_layers = layers
     geometry_of(config, "float32")
     with pytest.raises(ConfigError, match=rf"num_nextn_predict_layers={layers}: drafts need a model with one MTP"):

@@ -61,7 +61,7 @@ def test_tokens_are_those_of_the_library_on_decoded_weights(checkpoints: dict[st
         pairs = zip(ours, theirs["tokens"], strict=True)
         split = next((i for i, (a, b) in enumerate(pairs) if a != b), tokens)
         assert split == tokens or theirs["gaps"][split] < TIE_BOUND
-    assert len(set(theirs["tokens"])) > 12  # the comparison says something
+    assert len(set(theirs["tokens"])) > 10  # the comparison says something
 
 
 @pytest.mark.process

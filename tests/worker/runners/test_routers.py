@@ -40,6 +40,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         for name, tensor in stored.items():
             if name.endswith("mlp.gate.weight"):
                 stored[name] = torch.randn(tensor.shape, generator=generator) / tensor.shape[1] ** 0.5
+            elif any(kept in name for kept in ("lm_head", "k_norm", "weights_proj")):
+                stored[name] = tensor.bfloat16()  # what the library of one family would keep in float32
         save_file(stored, file, {"format": "pt"})
     configure(path, moe_router_dtype="float32", dtype="bfloat16")
     return path
@@ -146,7 +148,7 @@ def test_a_router_published_in_bfloat16_is_widened_where_the_config_says_float32
     for file in checkpoint.iterdir():
         if file.suffix == ".safetensors":
             stored = load_file(file)
-            save_file({name: it.bfloat16() if name.endswith("gate.weight") else it for name, it in stored.items()},
+            save_file({name: it.bfloat16() if name.endswith("mlp.gate.weight") else it for name, it in stored.items()},
                       tmp_path / file.name, {"format": "pt"})  # fmt: skip
         else:
             (tmp_path / file.name).write_bytes(file.read_bytes())

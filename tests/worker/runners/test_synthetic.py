@@ -7,6 +7,7 @@ import torch
 
 from kernels.state import StepBatch
 from protocol.errors import ConfigError
+from tests.support.checkpoints import DRAFTING
 from tests.support.runner_rig import Rig
 from worker.group.exchange import Alike
 from worker.runners.synthetic import synthetic_config, synthetic_runner
@@ -29,6 +30,7 @@ SMALL = {
     "index_head_dim": 32,
     "index_topk": 16,
     "vocab_size": 100,
+    "pad_token_id": None,
     "max_position_embeddings": 512,
 }
 
@@ -76,7 +78,7 @@ def test_synthetic_models_decode_with_a_replaced_indexer(family: str) -> None:
     assert rigs[1].hit_rate() == 0.5  # the same oldest tokens twice
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_random_rank_holds_its_share_in_fp8_decodes_and_drafts(family: str) -> None:
     config = type(published_config(family))(**SMALL | MIXED)
     config.num_nextn_predict_layers = 1

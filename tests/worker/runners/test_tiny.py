@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol.errors import ConfigError
+from tests.support.checkpoints import DRAFTING
 from tests.support.history import in_turn
 from tests.support.runner_rig import Rig
 from worker.families.table import family_named
@@ -31,7 +32,7 @@ def test_seed_determines_the_checkpoint(tmp_path: Path, family: str) -> None:
     assert prints[0] == prints[1] != prints[2]
     config = read_config(tmp_path / "a")
     assert (config["index_topk"], config["max_position_embeddings"]) == (64, 2_048)
-    assert ("shared" in config.get("indexer_types", ())) == (family == "glm-5")
+    assert ("shared" in config.get("indexer_types", ())) == (family in ("glm-5", "hy4"))
     head = load_file(tmp_path / "a" / "model.safetensors")["lm_head.weight"]
     assert sorted(head.abs().sum(1).nonzero().flatten().tolist()) == sorted(PRINTABLE)
 
@@ -44,7 +45,7 @@ def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
 SAID = "a step reads only the rows of a long context that its indexer selects and the others stay in host memory"
 
 
-@pytest.mark.parametrize(("family", "fp8"), [*zip(FAMILIES, cycle(in_turn(((False, True), (True, False)))))])
+@pytest.mark.parametrize(("family", "fp8"), [*zip(DRAFTING, cycle(in_turn(((False, True), (True, False)))))])
 def test_drafts_of_a_predictable_checkpoint_are_right_in_three_of_ten(tmp_path: Path, family: str, fp8: bool) -> None:
     """One draft a step, of three requests, greedy; docs/real-models.md states shares on longer prompts."""
     write_tiny_checkpoint(tmp_path, family, fp8=fp8, predictable=True)
@@ -64,7 +65,7 @@ def test_drafts_of_a_predictable_checkpoint_are_right_in_three_of_ten(tmp_path: 
     assert 0.3 < right / drafted < 0.95  # and some are wrong, or nothing would be rejected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 def test_draft_layer_is_drawn_behind_all_weights_of_the_model(tmp_path: Path, family: str) -> None:
     """The model is the one that it would be without: its weights do not depend on what follows them."""
     write_tiny_checkpoint(tmp_path, family, index_topk=64, context_max_tokens=2_048)

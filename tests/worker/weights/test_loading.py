@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from protocol.errors import ConfigError
-from tests.support.checkpoints import tiny_checkpoint
+from tests.support.checkpoints import DRAFTING, tiny_checkpoint
 from tests.support.router_bytes import with_exact_routers
 from worker.runners.checkpoint import geometry_of, read_dimensions
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
@@ -280,7 +280,7 @@ def test_a_wrong_draft_layer_is_refused_where_it_is_asked_for(
         load(copied, draft_layer=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DRAFTING)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_synthetic_repository_has_a_draft_layer(
     tmp_path: Path, family: str, fp8: bool, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from kernels.block_fp8 import decode_blocks
 from kernels.block_weight import BLOCK, BlockFp8
 from tests.kernels.test_block_fp8 import draw
+from tests.support.checkpoints import DRAFTING
 from tests.support.runner_rig import Rig
 from tests.worker.runners.test_synthetic import MIXED, SMALL
 from worker.families.base import TensorSpec
@@ -189,8 +191,7 @@ def test_model_of_either_products_holds_the_same_bytes(family: str, monkeypatch:
     assert held[0] == held[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("draft_tokens", [0, 1])
+@pytest.mark.parametrize(("family", "draft_tokens"), [*product(FAMILIES, (0,)), *product(DRAFTING, (1,))])
 def test_products_are_prepared_in_the_forms_that_a_model_takes_alone(
     family: str, draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,15 +214,15 @@ def test_products_are_prepared_in_the_forms_that_a_model_takes_alone(
     runner = synthetic_runner(config, device="cpu", dtype="float32", fp8=True, draft_tokens=draft_tokens)
     modules.prepare_quantized_products(runner._layers.model, 512, 2, runner._apart())
     layers, angles = runner._layers, runner._layers.embed(torch.zeros(1, 3).long(), torch.arange(3)[None])[1]
-    hidden = torch.randn(1, 3, config.hidden_size)
+    hidden = torch.randn(1, 3, layers.streams * config.hidden_size)
     for layer in layers:
         entered = layers.enter(layer, hidden)
         inputs = layers.compress(layer, entered)
-        layers.project(layer, inputs, angles)
+        ending = layers.project(layer, inputs, angles).ending
         if layer.anchor:
             layers.project_index(layer, inputs, angles)
         attended = hidden.new_zeros(1, 3, layer.attention.o_proj.in_features)
-        layers.finish(layer, hidden, attended, layers.prompt_experts)
+        layers.finish(layer, hidden, attended, layers.prompt_experts, ending=ending)
     if layers.draft is not None:
         layers.kept(layers.draft, layers.enter(layers.draft, hidden), angles)
     assert formed == prepared
