@@ -18,10 +18,12 @@ from typing import Final
 
 from kernels.cuda import block_plans, prompt_index
 from kernels.cuda.attention import HEADS_TOGETHER, HOPPER, hopper_defines
+from kernels.cuda.encode import fp4_defines
 from kernels.cuda.index_topk import Indexer, select_defines
 from kernels.cuda.jit import UNITS, Defines, Resources, cache_dir, cached_unit, compile_unit, row_defines
 from kernels.cuda.launch import CLUSTERS_SINCE, RANKS
 from kernels.layout import Geometry
+from kernels.row_format import index_key_format, kv_row_format
 
 ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
 
@@ -43,11 +45,13 @@ INDEXERS: Final = (
     Indexer(64, 128, 4, 4),
     Indexer(4, 32, 4, 1),
 )
+#: Rows and index keys of four bits.
+FP4_FORMS: Final = (kv_row_format("fp4", 512, 64), index_key_format("fp4", 128))
 #: Spills of kernels that have any: over bfloat16 keys a word of a thread, stored once a launch, loaded twice a job.
 SPILL_BYTES: Final = {"prompt_index": 20}
 SHOWN: Final = (
     *("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "DRAFT", "DRAFTS"),
-    *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "SINKS", "TOKENS"),
+    *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "FP4", "SINKS", "TOKENS", "SCALED", "VALUE_BYTES"),
 )
 
 
@@ -65,6 +69,7 @@ def variants(arch: str, layouts: Sequence[tuple[int, int, int]] | None = None) -
         yield from (("prompt_index", defines) for defines in prompt_index.variants())
         yield "prompt_merge", ()
         yield "quantize", ()
+        yield from (("encode", fp4_defines(form, size)) for form, size in product(FP4_FORMS, (2, 4)))
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
     yield from ((indexer.unit(number), indexer.defines(number)) for indexer in INDEXERS)
     clusters = number >= 10 * CLUSTERS_SINCE[0]

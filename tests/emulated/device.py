@@ -57,6 +57,7 @@ UNITS: Final = (
     ("prompt_index", "prompt_index"),
     ("prompt_merge", "prompt_merge"),
     ("attend_rows", "attend_rows"),
+    ("encode", "encode_fp4"),
     *((quantize.UNIT, kernel) for kernel in quantize.KERNELS),
 )
 

@@ -66,7 +66,7 @@ def compile_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         monkeypatch.setattr(kernels_compile, "RANKS", ranks)
         assert kernels_compile.main(["--arch", arch, "--json"]) == 0
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        hopper = {"attend_rows", "block_linear", "prompt_index", "prompt_merge", *quantize.KERNELS}
+        hopper = {"attend_rows", "block_linear", "prompt_index", "prompt_merge", "encode_fp4", *quantize.KERNELS}
         alone = {"null_kernel", "index_scores", "index_select"} | (hopper if arch == "sm_90" else set())
         assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"swap_in"} | alone
         for line in lines:
