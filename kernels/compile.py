@@ -41,6 +41,7 @@ ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
 # heads fill no tile.
 INDEXERS: Final = (
     *(Indexer(heads, 128, 2, key_bytes) for heads in (32, 64) for key_bytes in (1, 2)),
+    *(Indexer(heads, 128, 2, 1, codes=True) for heads in (32, 64)),
     Indexer(16, 128, 2, 1),
     Indexer(64, 128, 4, 4),
     Indexer(4, 32, 4, 1),
@@ -71,7 +72,7 @@ def variants(arch: str, layouts: Sequence[tuple[int, int, int]] | None = None) -
         yield "quantize", ()
         yield from (("encode", fp4_defines(form, size)) for form, size in product(FP4_FORMS, (2, 4)))
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
-    yield from ((indexer.unit(number), indexer.defines(number)) for indexer in INDEXERS)
+    yield from ((it.unit(number), it.defines(number)) for it in INDEXERS if it.on_hopper(number) or not it.codes)
     clusters = number >= 10 * CLUSTERS_SINCE[0]
     for place, (row_bytes, index_row_bytes, split) in enumerate(layouts or LAYOUTS):
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
