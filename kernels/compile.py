@@ -17,7 +17,7 @@ from itertools import product
 from typing import Final
 
 from kernels.cuda import block_plans, prompt_index
-from kernels.cuda.attention import HEADS_TOGETHER, HOPPER, hopper_defines
+from kernels.cuda.attention import HEADS_TOGETHER, HOPPER, HOPPER_KINDS, hopper_defines
 from kernels.cuda.encode import fp4_defines
 from kernels.cuda.index_topk import Indexer, select_defines
 from kernels.cuda.jit import UNITS, Defines, Resources, cache_dir, cached_unit, compile_unit, row_defines
@@ -58,7 +58,7 @@ SHOWN: Final = (
 
 def attention_variants() -> Iterator[Defines]:
     """Defines of every form of attend_rows on Hopper: rows, heads of a pair of blocks, without sinks and with them."""
-    return (hopper_defines(*of) for of in product(("bfloat16", "fp8"), HEADS_TOGETHER, (False, True)))
+    return (hopper_defines(*of) for of in product(HOPPER_KINDS, HEADS_TOGETHER, (False, True)))
 
 
 def variants(arch: str, layouts: Sequence[tuple[int, int, int]] | None = None) -> Iterator[tuple[str, Defines]]:

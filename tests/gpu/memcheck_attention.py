@@ -1,8 +1,8 @@
 """A second subset for compute-sanitizer, as tests/gpu/memcheck.py: attention and index selection at Hopper's shapes.
 
 What is written for Hopper's matrix products and clusters, for which tests/gpu/memcheck.py is too small: rows and
-index keys in bfloat16 and fp8, heads that fill a block and that do not, one pair of blocks per result and clusters of
-four, six and sixteen, rows without an entry, stages used again, levels that are raised again and again. Results are
+index keys in bfloat16, fp8 and fp4, heads that fill a block and that do not, one pair of blocks per result and clusters
+of four, six and sixteen, rows without an entry, stages used again, levels that are raised again and again. Results are
 compared with the definition.
 """
 
@@ -60,6 +60,6 @@ if __name__ == "__main__":
         {
             f"{what.__name__}-{kind}": partial(what, kind)
             for what in (attention, indexes)
-            for kind in ("bfloat16", "fp8")
+            for kind in ("bfloat16", "fp8", "fp4")
         }
     )

@@ -21,7 +21,7 @@ from hisparse.cli import main
 from hisparse.cli.kernels import ARCHITECTURES
 from kernels import compile as kernels_compile
 from kernels.cuda import header, jit, parameters, prompt_index, quantize, structures
-from kernels.cuda.attention import HEADS_TOGETHER, hopper_defines
+from kernels.cuda.attention import HEADS_TOGETHER, HOPPER_KINDS, hopper_defines
 from kernels.cuda.block_plans import SHARED_BYTES_MAX, LinearPlan, forms
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
 from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
@@ -179,7 +179,7 @@ SYSTEM_SHARED_BYTES: Final = 1024
 attention_variants = pytest.mark.parametrize(
     "defines",
     list(kernels_compile.attention_variants()),
-    ids=lambda defines: "-".join(str(it[1]) for it in defines[:3]),
+    ids=lambda defines: "-".join(str(it[1]) for it in defines[:4]),
 )
 
 
@@ -201,7 +201,7 @@ def test_products_of_attention_are_asynchronous(defines: jit.Defines) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS_TOGETHER)
-@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("kind", HOPPER_KINDS)
 def test_sinks_cost_nothing_between_products(kind: str, heads: int) -> None:
     """The same count of instructions ahead of each product as without sinks, but for what the first group does behind
     its last one; and as many registers."""
