@@ -27,11 +27,12 @@ from kernels.row_format import index_key_format, kv_row_format
 
 ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
 
-# Row and index-key bytes. 656: fp8 latent, scales and bf16 rope; 1152: bf16 latent and rope; 196 and 320: the same of
-# A.X-K2-Light; 584: another fp8 layout, 8-byte words; 132: fp8 index key and scale; 256: bf16; 13 and 7: no alignment.
-# Third, where a row of two planes parts: 512 values and 72 bytes of scales; K and V of eight bf16 heads.
+# Row and index-key bytes. 656: fp8 latent, scales and bf16 rope; 1152: bf16 latent and rope; 352: fp4; 196 and 320: fp8
+# and bf16 of A.X-K2-Light; 584: another fp8 layout, 8-byte words; 132: fp8 index key and scale; 256: bf16; 68: fp4; 13
+# and 7: no alignment. Third, where a row of two planes parts: 512 values and 72 bytes of scales; K and V of eight bf16
+# heads.
 LAYOUTS: Final = (
-    *((656, 132, 0), (584, 132, 0), (1152, 256, 0), (196, 132, 0), (320, 132, 0)),
+    *((656, 132, 0), (584, 132, 0), (1152, 256, 0), (352, 68, 0), (196, 132, 0), (320, 132, 0)),
     *((13, 7, 0), (584, 132, 512), (4096, 256, 2048)),
 )
 #: Those of rows of DeepSeek-V3.2 and GLM-5, in fp8 and in bfloat16.

@@ -30,6 +30,8 @@ inline u64 describe_heads(const u32* block) {
     return static_cast<u64>(shared_address(block) >> 4) | along_places << 16 | along_heads << 32;
 }
 
+inline void settle_keys(u32 (&)[STEPS][4]) {}
+
 struct Operand { u32 a[128][4]; };
 // Two rows of keys a thread, by all heads. The descriptor: start, distance of the next 16 bytes of a row, distance of the next
 // eight rows, each in 16 bytes.

@@ -135,6 +135,7 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s, 
             __syncwarp();
             if (lane == 0) arrive(shared_address(s.empty + slot));
             float c[TILES][4];
+            if (FP4) settle_keys(a);
             open_products();
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
@@ -143,6 +144,7 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s, 
                     multiply_page(c, a[step], describe_heads(s.queries[part][step][0][0]), part + step);
             commit_products();
             await_products<0>();
+            if (FP4) settle_keys(a);
             float near = 0, far = 0;
 #pragma unroll
             for (int n = 0; n < TILES; ++n) {

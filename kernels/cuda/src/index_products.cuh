@@ -43,6 +43,14 @@ __device__ __forceinline__ u32 to_e4m3(float (&v)[4]) {
     return four;
 }
 
+// Keys are in their registers ahead of this place, and stay there up to it. Behind a product nothing else keeps what decodes the
+// next keys, or ends in the same registers, from running before the product has read them.
+__device__ __forceinline__ void settle_keys(u32 (&a)[STEPS][4]) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+        asm volatile("" : "+r"(a[step][0]), "+r"(a[step][1]), "+r"(a[step][2]), "+r"(a[step][3])::"memory");
+}
+
 // Of a block of 8 heads x 16 places; the next 16 places lie TILES blocks on, the next 8 heads one.
 __device__ __forceinline__ u64 describe_heads(const u32* block) {
     const u64 address = shared_address(block) >> 4, along_places = TILES * 128 >> 4, along_heads = 128 >> 4;
