@@ -73,7 +73,8 @@ def variants(arch: str, layouts: Sequence[tuple[int, int, int]] | None = None) -
         yield "quantize", ()
         yield from (("encode", fp4_defines(form, size)) for form, size in product(FP4_FORMS, (2, 4)))
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
-    yield from ((it.unit(number), it.defines(number)) for it in INDEXERS if it.on_hopper(number) or not it.codes)
+    read = [indexer for indexer in INDEXERS if indexer.on_hopper(number) or not indexer.codes]
+    yield from ((indexer.unit(number), indexer.defines(number)) for indexer in read)
     clusters = number >= 10 * CLUSTERS_SINCE[0]
     for place, (row_bytes, index_row_bytes, split) in enumerate(layouts or LAYOUTS):
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))

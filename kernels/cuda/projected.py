@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.cuda.encode import ALIGN_MAX, BY_E4M3_MAX, encode_fp4, is_coded
 from kernels.cuda.triton_units import launch_options, power_of_two, triton_unit
+from kernels.row_bytes import GROUP
 from kernels.row_format import RowFormat
 from kernels.row_target import Angles, RowTarget
 
@@ -44,7 +45,8 @@ def can_join(form: RowFormat, cos: Tensor) -> bool:
 
 def _unquantised(form: RowFormat, products: Tensor) -> tuple[RowFormat, RowTarget]:
     """Rows of as many values in the dtype of `products` [M, ..], and memory for them."""
-    plain = RowFormat(str(products.dtype).removeprefix("torch."), form.scaled, form.plain, form.scaled)
+    kind, group = str(products.dtype).removeprefix("torch."), min(GROUP, form.scaled)
+    plain = RowFormat(kind, form.scaled, form.plain, group)
     return plain, RowTarget(products.new_empty(len(products), plain.row_bytes, dtype=torch.uint8))
 
 
