@@ -41,6 +41,8 @@ if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.utils import logging
 
 #: Values of a row that share a scale.
@@ -103,12 +105,20 @@ def round_inputs(model: Any, model_path: Path) -> None:
     """Round the inputs of products with FP8 weights, but for kv_b_proj's, and for sizes that a worker decodes.
 
     A worker rounds where rows of weights are whole blocks and their count is a multiple of 8; of experts where the
-    inner size has whole blocks too.
+    inner size has whole blocks too. The library says how it renames stored weights.
     """
     powers = json.loads((model_path / "config.json").read_text())["quantization_config"].get("scale_fmt") == "ue8m0"
     stored = {name for file in model_path.glob("*.safetensors") for name in load_file(file)}
-    kept = {name.removesuffix(".weight_scale_inv") for name in stored if name.endswith(".weight_scale_inv")}
-    for name, module in model.named_modules():
+    names = {name.removesuffix("_scale_inv") for name in stored if name.endswith(".weight_scale_inv")}
+    for way in get_model_conversion_mapping(model):
+        if isinstance(way, WeightRenaming):
+            names = {way.rename_source_key(name)[0] for name in names}
+    kept, modules = {name.removesuffix(".weight") for name in names}, dict(model.named_modules())
+    for name in kept:
+        layer = ".".join(name.split(".")[:3])  # a draft layer is none of the model's, and its experts are one module
+        if name not in modules and layer in modules and ".experts." not in name:
+            raise ValueError(f"{name}: the library's model has no such module, so its inputs would not be rounded")
+    for name, module in modules.items():
         if isinstance(module, torch.nn.Linear) and name in kept and not name.endswith("kv_b_proj"):
             if module.in_features % BLOCK == 0 and module.out_features % 8 == 0:
                 module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0], powers), *inputs[1:]))

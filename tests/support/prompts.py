@@ -1,17 +1,20 @@
-"""Takes a prompt through passes and units, as the executor does, for tests of a runner alone."""
+"""A text for prompts, and how one goes through passes and units, as the executor does, for tests of a runner alone."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from kernels.state import DeviceState
+from tests import ROOT
 from worker.runners.adjust import Adjust
 from worker.runners.base import PromptPart, PromptPass, Runner, SamplerState, StepOutputs
 from worker.streams import Streams
 
 PASS_TOKENS = 8_192
+#: 9,000 bytes of prose, a token each: no edit of the code changes what tests ask.
+TEXT: Final = b" ".join((ROOT / "LICENSE").read_bytes().split())
 
 
 def launch_prompt(

@@ -13,6 +13,7 @@ from transformers.models.axk2.modeling_axk2 import AXK2GatedRMSNorm
 from kernels.row_bytes import index_key_shape, kv_row_shape
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.once import made_once
+from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
 from worker.families.axk2 import AXK2
 from worker.families.base import Family, in_whole_vectors
@@ -24,7 +25,7 @@ from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.layout import prompt_scratch_bytes
 from worker.weights.synth import published_config
 
-PROMPT = list(Path(__file__).read_bytes())
+PROMPT = list(TEXT)
 
 
 def test_rows_of_the_light_model_have_the_bytes_of_their_values() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.history import in_turn
 from tests.support.oracle_rig import run_oracle
+from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
 from worker.runners import transformers_dsa
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
@@ -23,7 +24,6 @@ TIE_BOUND = 1e-3
 #: Likewise where activations are rounded to e4m3: sums in another order put a few of them on the other side of a step.
 W8A8_TIE_BOUND = 3e-2
 ROWS = 4
-TEXT = Path(transformers_dsa.__file__).read_bytes()
 
 
 @pytest.fixture(scope="session")
