@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kernels.cuda.attention import HOPPER_KINDS
 from tests import ROOT
 
 #: Of a step that is told to end, until it is killed: compute-sanitizer prints its report meanwhile.
@@ -65,7 +66,7 @@ def racechecks() -> list[Step]:
     """Each part of both subsets by itself: racecheck takes minutes for one."""
     parts = {
         "memcheck": ("copies", "indexes", "scripts", "steps"),
-        "memcheck_attention": ("attention-bfloat16", "attention-fp8", "indexes-bfloat16", "indexes-fp8"),
+        "memcheck_attention": tuple(f"{of}-{kind}" for of in ("attention", "indexes") for kind in HOPPER_KINDS),
     }
     command = "compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.gpu"
     return [

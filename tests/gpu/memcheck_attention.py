@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from kernels.cuda.attention import HOPPER_BLOCKS, attend_rows
+from kernels.cuda.attention import HOPPER_BLOCKS, HOPPER_KINDS, attend_rows
 from tests.gpu.index_bench import IndexBench
 from tests.gpu.memcheck import walk
 from tests.support.attention_rig import Case
@@ -56,10 +56,4 @@ def indexes(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    walk(
-        {
-            f"{what.__name__}-{kind}": partial(what, kind)
-            for what in (attention, indexes)
-            for kind in ("bfloat16", "fp8", "fp4")
-        }
-    )
+    walk({f"{what.__name__}-{kind}": partial(what, kind) for what in (attention, indexes) for kind in HOPPER_KINDS})
