@@ -38,7 +38,7 @@ from protocol.units import PAGE_TOKENS
 
 TOPK, HOT_SLOTS, CONTEXT = 2048, 4096, 32_768
 SCALING = 192**-0.5
-KINDS = ("bfloat16", "fp8")
+KINDS = ("bfloat16", "fp8", "fp4")
 BATCHES = (1, 4, 8, 16, 32, 64, 77, 108, 128)
 CELLS = (*(("decode", batch) for batch in BATCHES), ("prompt", 512), ("prompt", 2048))
 ROW_BYTES_LEAST = 256 << 20  # of all layers
@@ -171,6 +171,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=getattr(Shape, name))
     parser.add_argument("--sinks", action="store_true", help="one more logit a head in the softmax")
     parser.add_argument("--cut", default="", metavar="HxRxWxS", help="heads, rows, warps and stages of a program")
+    parser.add_argument("--kind", nargs="*", choices=KINDS, default=KINDS)
     options = parser.parse_args()
     shape = Shape(options.heads, options.latent, options.rope, options.sinks, options.cut)
     began = time.monotonic()
@@ -180,7 +181,7 @@ def main() -> None:
     where = {**machine(), "command": command, "copy_gb_per_s": rates[0] / 1e3, "mma_tflop_per_s": rates[1] / 1e6}
     print(f"copy {rates[0] / 1e3:.0f} GB/s, bfloat16 product {rates[1] / 1e6:.0f} TFLOP/s")
     held = [(row["kind"], row["phase"], row["batch"]) for row in done if Shape.of(row) == shape]
-    for kind, phase, batch in ((kind, *cell) for kind in KINDS for cell in CELLS):
+    for kind, phase, batch in ((kind, *cell) for kind in options.kind for cell in CELLS):
         if (kind, phase, batch) in held:
             continue
         if time.monotonic() - began > options.budget_seconds:

@@ -36,12 +36,13 @@ from kernels.cuda.index_topk import scratch_bytes, scratch_of
 from kernels.index_topk import index_key_format, index_topk, prepare_index
 from kernels.layout import Geometry
 from kernels.reference.index_topk import top_positions
+from kernels.row_bytes import FP4_KEY_GROUP
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
 from protocol.units import PAGE_TOKENS
 
 HEADS, DIM, TOPK, SCALE = 64, 128, 2048, 128**-0.5
-KINDS = ("bfloat16", "fp8")
+KINDS = ("bfloat16", "fp8", "fp4")
 CONTEXTS = (8192, 32_768, 131_072)
 BATCHES = (1, 4, 16, 64)
 KEY_BYTES_LEAST, KEY_BYTES_MOST = 256 << 20, 8 << 30  # of all groups
@@ -55,7 +56,7 @@ class Cell:
     """A state, and the inputs of one step of every group."""
 
     def __init__(self, kind: str, context: int, batch: int) -> None:
-        self.form = RowFormat(kind, DIM, 0, DIM)
+        self.form = RowFormat(kind, DIM, 0, FP4_KEY_GROUP if kind == "fp4" else DIM)
         self.context, self.rows = context, batch
         size = batch * context * self.form.row_bytes
         self.groups = max(2, min(GROUPS_MOST, -(-KEY_BYTES_LEAST // size), KEY_BYTES_MOST // size))

@@ -4,7 +4,7 @@ One cell is (format of keys, context, tokens) at DeepSeek-V3.2's indexer: 64 hea
 pages, random values; the tokens are the last of the context. Launches follow one another on one stream, eagerly, each
 with keys of another group, together beyond L2. Medians of REPLAYS, per call:
 
-    us         prompt_topk, as the runner calls it: one launch, which quantizes queries where keys are in fp8, and a
+    us         prompt_topk, as the runner calls it: one launch, which quantizes queries where keys are quantised, and a
                second one for few tokens; with what the host takes to launch where the device waits for it
     least_us   2 * 64 * 128 operations per token and key at the rate of PEAK
 
@@ -36,9 +36,10 @@ CELLS: Final = (
     *(("fp8", 32_768, 4_096), ("fp8", 32_768, 1_024), ("fp8", 131_072, 2_048), ("fp8", 8_192, 4_096)),
     *(("fp8", 32_768, 2_048), ("fp8", 32_768, 8_192), ("bfloat16", 32_768, 4_096)),
     *(("fp8", 32_768, 1), ("fp8", 32_768, 128), ("fp8", 131_072, 512)),  # fewer jobs than multiprocessors
+    *(("fp4", 32_768, 4_096), ("fp4", 131_072, 2_048), ("fp4", 8_192, 4_096), ("fp4", 32_768, 128)),
 )
 #: Operations a second of dense products on an H200, as published.
-PEAK: Final = {"fp8": 1.979e15, "bfloat16": 0.989e15}
+PEAK: Final = {"fp8": 1.979e15, "fp4": 1.979e15, "bfloat16": 0.989e15}
 GROUPS, REPLAYS = 4, 13
 
 

@@ -37,6 +37,7 @@ EXTRA: Final = (
     (656, 4096, 256),
     # A.X-K2-Light in fp8, the same padded to words of 16 bytes, and in bfloat16
     *((row_bytes, 4096, batch) for row_bytes in (196, 208, 320) for batch in (1, 16, 128)),
+    *((352, 4096, batch) for batch in (1, 4, 16, 64, 128)),  # fp4
 )
 OVERLAPPED: Final = "overlapped_"  # begins the names of a cell's figures of launches that overlap
 #: Key of a cell's figure by the series that shows it.

@@ -17,19 +17,22 @@ from itertools import product
 from typing import Final
 
 from kernels.cuda import block_plans, prompt_index
-from kernels.cuda.attention import HEADS_TOGETHER, HOPPER, hopper_defines
+from kernels.cuda.attention import HEADS_TOGETHER, HOPPER, HOPPER_KINDS, hopper_defines
+from kernels.cuda.encode import fp4_defines
 from kernels.cuda.index_topk import Indexer, select_defines
 from kernels.cuda.jit import UNITS, Defines, Resources, cache_dir, cached_unit, compile_unit, row_defines
 from kernels.cuda.launch import CLUSTERS_SINCE, RANKS
 from kernels.layout import Geometry
+from kernels.row_format import index_key_format, kv_row_format
 
 ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
 
-# Row and index-key bytes. 656: fp8 latent, scales and bf16 rope; 1152: bf16 latent and rope; 196 and 320: the same of
-# A.X-K2-Light; 584: another fp8 layout, 8-byte words; 132: fp8 index key and scale; 256: bf16; 13 and 7: no alignment.
-# Third, where a row of two planes parts: 512 values and 72 bytes of scales; K and V of eight bf16 heads.
+# Row and index-key bytes. 656: fp8 latent, scales and bf16 rope; 1152: bf16 latent and rope; 352: fp4; 196 and 320: fp8
+# and bf16 of A.X-K2-Light; 584: another fp8 layout, 8-byte words; 132: fp8 index key and scale; 256: bf16; 68: fp4; 13
+# and 7: no alignment. Third, where a row of two planes parts: 512 values and 72 bytes of scales; K and V of eight bf16
+# heads.
 LAYOUTS: Final = (
-    *((656, 132, 0), (584, 132, 0), (1152, 256, 0), (196, 132, 0), (320, 132, 0)),
+    *((656, 132, 0), (584, 132, 0), (1152, 256, 0), (352, 68, 0), (196, 132, 0), (320, 132, 0)),
     *((13, 7, 0), (584, 132, 512), (4096, 256, 2048)),
 )
 #: Those of rows of DeepSeek-V3.2 and GLM-5, in fp8 and in bfloat16.
@@ -39,21 +42,24 @@ ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
 # heads fill no tile.
 INDEXERS: Final = (
     *(Indexer(heads, 128, 2, key_bytes) for heads in (32, 64) for key_bytes in (1, 2)),
+    *(Indexer(heads, 128, 2, 1, codes=True) for heads in (32, 64)),
     Indexer(16, 128, 2, 1),
     Indexer(64, 128, 4, 4),
     Indexer(4, 32, 4, 1),
 )
+#: Rows and index keys of four bits.
+FP4_FORMS: Final = (kv_row_format("fp4", 512, 64), index_key_format("fp4", 128))
 #: Spills of kernels that have any: over bfloat16 keys a word of a thread, stored once a launch, loaded twice a job.
 SPILL_BYTES: Final = {"prompt_index": 20}
 SHOWN: Final = (
     *("ROW_BYTES", "PLANES", "INDEX_ROW_BYTES", "RANKS", "DRAFT", "DRAFTS"),
-    *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "SINKS", "TOKENS"),
+    *("HEADS", "DIM", "QUERY_BYTES", "KEY_BYTES", "FP4", "SINKS", "TOKENS", "SCALED", "VALUE_BYTES"),
 )
 
 
 def attention_variants() -> Iterator[Defines]:
     """Defines of every form of attend_rows on Hopper: rows, heads of a pair of blocks, without sinks and with them."""
-    return (hopper_defines(*of) for of in product(("bfloat16", "fp8"), HEADS_TOGETHER, (False, True)))
+    return (hopper_defines(*of) for of in product(HOPPER_KINDS, HEADS_TOGETHER, (False, True)))
 
 
 def variants(arch: str, layouts: Sequence[tuple[int, int, int]] | None = None) -> Iterator[tuple[str, Defines]]:
@@ -65,8 +71,10 @@ def variants(arch: str, layouts: Sequence[tuple[int, int, int]] | None = None) -
         yield from (("prompt_index", defines) for defines in prompt_index.variants())
         yield "prompt_merge", ()
         yield "quantize", ()
+        yield from (("encode", fp4_defines(form, size)) for form, size in product(FP4_FORMS, (2, 4)))
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
-    yield from ((indexer.unit(number), indexer.defines(number)) for indexer in INDEXERS)
+    read = [indexer for indexer in INDEXERS if indexer.on_hopper(number) or not indexer.codes]
+    yield from ((indexer.unit(number), indexer.defines(number)) for indexer in read)
     clusters = number >= 10 * CLUSTERS_SINCE[0]
     for place, (row_bytes, index_row_bytes, split) in enumerate(layouts or LAYOUTS):
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))

@@ -2,12 +2,14 @@
 
     score[t] = sum_h weights[h] * relu(queries[h] . key[t] * scale)        in float32, t in 0..length-1
 
-Keys are in the dtype of the queries, or in fp8 with a float32 scale (kernels/row_format.py); products accumulate in
+Keys are in the dtype of the queries, or in fp8 or fp4 with scales (kernels/row_format.py); products accumulate in
 float32, float32 keys are multiplied as such, and heads are summed in an order that never changes. Scores may differ in
-the last bits from one backend to another, and by more on Hopper for fp8 keys of 128 values and 32 or 64 heads: bfloat16
-queries are multiplied as e4m3 there, scaled by head (kernels/cuda/src/index_hopper.cuh). The selection is exact for the
-scores that a backend computed: the k highest, ties to the lowest position, NaN below everything, both zeros equal,
-ascending by position, -1 padded. A row's result depends neither on its neighbours nor on its place in the batch.
+the last bits from one backend to another, and by more on Hopper for fp8 and fp4 keys of 128 values and 32 or 64 heads:
+bfloat16 queries are multiplied as e4m3 there, scaled by head (kernels/cuda/src/index_hopper.cuh), and of a key in fp4
+those groups are zeros whose scale is less than 2**-11 of its largest (kernels/cuda/src/fp4_keys.cuh). The selection is
+exact for the scores that a backend computed: the k highest, ties to the lowest position, NaN below everything, both
+zeros equal, ascending by position, -1 padded. A row's result depends neither on its neighbours nor on its place in the
+batch.
 
 A draft row selects among positions below its own length, like any row: itself and what comes before it. Keys of later
 rows of the step, and of rows that were rejected, lie at or beyond that length.

@@ -1,12 +1,12 @@
 """prompt_topk: index_topk for the tokens of a block of prompts, each with the positions up to its own as context.
 
-Where keys are in fp8, queries are quantized as keys are, by token and head, to e4m3 with a float32 scale: so the
+Where keys are in fp8 or fp4, queries are quantized by token and head, to e4m3 with a float32 scale: so the
 authors of DeepSeek-V3.2 publish it (kernels/encode.py: quantized_queries). Decode steps compare keys with queries as
 they are, and so does prefill on a CPU (worker/runners/prompt.py: Expanded). benchmarks/fp8_queries.py measures the
 difference: of the 2,048 best positions by exact queries, at 32k and 128k, at least 96 % are selected; exact scores of
 what is selected sum up to at least 99.9 % of the best sum.
 
-On Hopper fp8 and bfloat16 keys of 128 values are searched in one launch or two for a whole block
+On Hopper fp8, fp4 and bfloat16 keys of 128 values are searched in one launch or two for a whole block
 (kernels/cuda/prompt_index.py); elsewhere, and float32 keys, whose products stay float32, prompt by prompt.
 """
 

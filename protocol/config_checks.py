@@ -241,11 +241,11 @@ def _worker(worker: WorkerSettings) -> Iterator[SettingCheck]:
         kind = getattr(worker, name)
         yield _one_of(f"worker.{name}", kind, KV_DTYPES)
         yield SettingCheck(
-            kind != FP4 or worker.device == "cpu",
+            kind != FP4 or worker.device == "cpu" or worker.dtype != "float32",
             f"worker.{name}",
             kind,
-            "no kernel of a GPU reads rows or index keys of 4 bits",
-            "use fp8: a CPU alone serves them",
+            "no kernel of a GPU reads rows or index keys of 4 bits for a model in float32",
+            "use fp8, or worker.dtype = bfloat16",
         )
     yield _one_of("worker.matmul", worker.matmul, MATMULS)
     yield SettingCheck(

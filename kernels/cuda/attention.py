@@ -2,12 +2,14 @@
 
 On Hopper, for 512 latents and 64 rope values, one kernel: attend_rows.cuh, by pairs of thread blocks. A result's splits
 are in one cluster, and are added up in its shared memory. For everything else, and for few requests,
-attention_triton.py, two kernels or, unsplit, one: `attend` and `combine`, which adds up the splits.
+attention_triton.py, two kernels or, unsplit, one: `attend` and `combine`, which adds up the splits. Rows in fp4 are
+read by attend_rows.cuh alone.
 
 Triton comes with torch's CUDA wheels and compiles at first use of a kind of shape, which `prepare_attention` makes
 happen at worker start. Products of bfloat16 queries with bfloat16 or fp8 rows run on tensor cores in bfloat16 with
-float32 sums: probabilities and dequantised fp8 values are rounded to bfloat16, each within 2**-9 of itself. Any other
-pairing multiplies in plain float32.
+float32 sums: probabilities and dequantised fp8 values are rounded to bfloat16, each within 2**-9 of itself. Rows in fp4
+are multiplied as they are: a code of 2 bits times a scale of 4 is a bfloat16, a rope value is one, and a layer's scale
+is the model's to apply (kernels/row_format.py). Any other pairing multiplies in plain float32.
 
 How entries are split over programs: by the count of programs that heads and batch rows make anyway and by the count of
 multiprocessors, never by what is in the entries: all batch rows alike, or a row's bits would depend on its place. A
@@ -48,6 +50,7 @@ LOG2_E: Final = 1 / math.log(2)
 # attend_rows.cuh
 HOPPER: Final = (9, 0)
 HOPPER_LATENT, HOPPER_ROPE = 512, 64
+HOPPER_KINDS: Final = ("bfloat16", "fp8", "fp4")
 HOPPER_SHARED_BYTES: Final = 221_288
 #: Thread blocks of a cluster, and of each split of a result.
 CLUSTER_MAX, CLUSTER_PAIR = 16, 2
@@ -106,10 +109,10 @@ def attend_rows(
 ) -> None:
     """As kernels.attention.attend_rows, unchecked. `blocks` and `splits` override the choices made here."""
     form = row_format(state, queries, out)
-    _require_kernel(form)
     batch, heads, _ = out.shape
     wide = is_wide(form, queries.dtype)
     capability = torch.cuda.get_device_capability(out.device)
+    _require_kernel(form, wide, capability)
     blocks = blocks or blocks_of(form, batch, heads, wide, capability)
     head_blocks, row_blocks = -(-heads // blocks.heads), max(1, -(-out_rows.shape[1] // blocks.rows))
     if blocks == HOPPER_BLOCKS:
@@ -251,9 +254,16 @@ def prepare_attention(state: DeviceState, heads: int, form: RowFormat, dtype: to
                 attend_rows(state, 0, queries, nothing, 1.0, out, logits, blocks=blocks, splits=1 << power)
 
 
-def _require_kernel(form: RowFormat) -> None:
-    if form.kind == "fp4":
-        raise BadInput("no kernel reads such rows", field="rows", value=form.kind, remedy="keep them in fp8")
+def _is_written(form: RowFormat) -> bool:
+    """Return whether attend_rows.cuh has rows of `form`."""
+    return (form.scaled, form.plain) == (HOPPER_LATENT, HOPPER_ROPE)
+
+
+def _require_kernel(form: RowFormat, wide: bool, capability: tuple[int, int]) -> None:
+    if form.kind == "fp4" and (wide or capability != HOPPER or not _is_written(form)):
+        held = f"{HOPPER_LATENT} latents and {HOPPER_ROPE} rope values, by bfloat16 queries"
+        remedy = f"keep them in fp8; in fp4 Hopper alone reads them, {held}"
+        raise BadInput("no kernel reads such rows", field="rows", value=form.kind, remedy=remedy)
 
 
 def is_wide(form: RowFormat, queries: torch.dtype) -> bool:
@@ -262,10 +272,10 @@ def is_wide(form: RowFormat, queries: torch.dtype) -> bool:
 
 
 def hopper_defines(kind: str, heads: int, sinks: bool = False) -> Defines:
-    """Return macros for rows of `kind`, bfloat16 or fp8, and heads of a pair of thread blocks, 64 or 128."""
-    key_bytes = 1 if kind == "fp8" else 2
+    """Return macros for rows of `kind`, one of HOPPER_KINDS, and heads of a pair of thread blocks, 64 or 128."""
+    key_bytes, fp4 = 2 if kind == "bfloat16" else 1, ("FP4", int(kind == "fp4"))
     shared = ("SHARED_BYTES", HOPPER_SHARED_BYTES)
-    return (("HEADS", heads), ("KEY_BYTES", key_bytes), ("SINKS", int(sinks)), shared, ("WGMMA", 1))
+    return (("HEADS", heads), ("KEY_BYTES", key_bytes), fp4, ("SINKS", int(sinks)), shared, ("WGMMA", 1))
 
 
 @lru_cache(maxsize=16)
@@ -285,9 +295,10 @@ def blocks_of(form: RowFormat, batch: int, heads: int, wide: bool, capability: t
     memory is smaller, or laid out otherwise: a cut that fits them all, not measured there."""
     if wide:
         return Blocks(heads=16, rows=16, warps=4, stages=1)
+    if form.kind == "fp4":
+        return HOPPER_BLOCKS
     if capability == HOPPER and heads >= HOPPER_BLOCKS.heads and form.scaled >= HOPPER_LATENT // 2:
-        written = (form.scaled, form.plain) == (HOPPER_LATENT, HOPPER_ROPE)
-        if written and -(-heads // HOPPER_BLOCKS.heads) * batch >= HOPPER_PROGRAMS_LEAST:
+        if _is_written(form) and -(-heads // HOPPER_BLOCKS.heads) * batch >= HOPPER_PROGRAMS_LEAST:
             return HOPPER_BLOCKS
         return Blocks(heads=64, rows=64, warps=8, stages=1 if form.kind == "fp8" else 2)
     return Blocks(heads=16, rows=32, warps=4, stages=3)

@@ -3,8 +3,8 @@
 index_scores is compiled for one indexer (heads, dimensions, formats), so `prepare_index` names it at worker start; a
 first index_topk without that compiles then, which must not happen inside a graph capture. It is one block per
 multiprocessor, whatever the batch, and cuts the work by the lengths on the device (index_rows.cuh); fp8 keys of DIM_MAX
-values have a form of their own on Hopper (index_hopper.cuh). index_select is a cluster of blocks a row, as many as the
-device has room for.
+values have a form of their own on Hopper (index_hopper.cuh), and fp4 keys no other. index_select is a cluster of blocks
+a row, as many as the device has room for.
 
 Scratch is allocated once for a state, whatever its batches and longest context: for each of the R rows that a seat may
 bring to a step, a float per index-key row, since seats hold pages of their own, and a histogram per seat
@@ -25,6 +25,7 @@ from kernels.cuda import parameters, structures
 from kernels.cuda.jit import Defines, Kernel, load
 from kernels.cuda.launch import CLUSTERS_SINCE, processors, stream_of
 from kernels.cuda.structures import BATCH_MAX, BINS, COARSE_BINS, COUNTERS, UNIT
+from kernels.row_bytes import index_key_shape
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
 from protocol.errors import BadInput
@@ -37,6 +38,8 @@ DIM_MAX: Final = 128
 # index_wgmma.cuh
 HOPPER: Final = 90
 WGMMA_HEADS: Final = (32, 64)
+
+FP4_SHAPE: Final = f"with {WGMMA_HEADS[0]} or {WGMMA_HEADS[1]} bfloat16 queries of {DIM_MAX} dimensions"
 
 # index_hopper.cuh
 HOPPER_WARPS: Final = 16  # that multiply
@@ -57,15 +60,19 @@ SHARED_KIB_LEAST: Final = 99  # every other one from sm_80 on
 
 @dataclass(frozen=True)
 class Indexer:
-    """What index_scores is compiled for. `query_bytes` 4 or 2: float32 or bfloat16; `key_bytes` 1: fp8 with a scale."""
+    """What index_scores is compiled for. `query_bytes` 4 or 2: float32 or bfloat16; `key_bytes` of a value in products,
+    1: e4m3, which keys in fp8 are, and in fp4, `codes`, become."""
 
     heads: int
     dim: int
     query_bytes: int
     key_bytes: int
+    codes: bool = False
 
     @property
     def key_row_bytes(self) -> int:
+        if self.codes:
+            return index_key_shape("fp4", self.dim).row_bytes
         return self.dim + 4 if self.key_bytes == 1 else self.dim * self.key_bytes
 
     @property
@@ -111,6 +118,7 @@ class Indexer:
             ("DIM", self.dim),
             ("QUERY_BYTES", self.query_bytes),
             ("KEY_BYTES", self.key_bytes),
+            ("FP4", int(self.codes)),
         )
 
     def shared_bytes(self, arch: int) -> int:
@@ -228,6 +236,8 @@ def ranks_of(rows: int, processors: int) -> int:
 @lru_cache(maxsize=64)
 def _kernels(indexer: Indexer, device: torch.device) -> tuple[Kernel, Kernel]:
     number, arch = device.index or 0, _arch(device)
+    written = indexer.on_hopper(arch) or not indexer.codes
+    _require(written, "index keys", "fp4", f"keep them in fp8; in fp4 Hopper alone reads them, {FP4_SHAPE}")
     score = load(indexer.unit(arch), "index_scores", indexer.defines(arch), number)
     select = load("index_select", "index_select", select_defines(), number)
     score.allow_all(clusters=False)
@@ -243,10 +253,9 @@ def indexer_of(heads: int, keys: RowFormat, queries: torch.dtype) -> Indexer:
     """Raises BadInput for one that no kernel is written for."""
     dim = keys.scaled
     _require(1 <= heads <= HEADS_MAX, "queries", f"{heads} heads", f"use 1 to {HEADS_MAX} heads")
-    _require(keys.kind != "fp4", "index keys", keys.kind, "keep them in fp8")
     fits = dim % DIM_STEP == 0 and DIM_STEP <= dim <= DIM_MAX
     _require(fits, "queries", f"{dim} dimensions", f"use a multiple of {DIM_STEP} up to {DIM_MAX}")
-    return Indexer(heads, dim, queries.itemsize, 1 if keys.kind == "fp8" else queries.itemsize)
+    return Indexer(heads, dim, queries.itemsize, 1 if keys.is_quantised else queries.itemsize, keys.kind == "fp4")
 
 
 @lru_cache(maxsize=8)

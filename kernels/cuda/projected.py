@@ -1,8 +1,9 @@
 """KV rows, index keys and queries from the products that form them: norms, rotations and encoding joined, on a GPU.
 
-Each is one launch, in Triton, where the model library's modules and kernels/row_format.py take some ten. On a CPU
-callers keep to those, whose bits they promise. Rounding is theirs, step by step; sums of squares, and products with the
-rotating matrix, add in another order.
+Each is one launch, in Triton, where the model library's modules and kernels/row_format.py take some ten. In fp4 a
+second one encodes what the first leaves in the model's dtype. On a CPU callers keep to those modules, whose bits they
+promise. Rounding is theirs, step by step; sums of squares, and products with the rotating matrix, add in another
+order.
 
 All tensors of a call lie on one GPU, those of the model in one dtype; nothing waits for it. A row's result depends on
 that row alone. M tokens, H heads, d angles of a token.
@@ -16,8 +17,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kernels.cuda.encode import ALIGN_MAX, BY_E4M3_MAX
+from kernels.cuda.encode import ALIGN_MAX, BY_E4M3_MAX, encode_fp4, is_coded
 from kernels.cuda.triton_units import launch_options, power_of_two, triton_unit
+from kernels.row_bytes import GROUP
 from kernels.row_format import RowFormat
 from kernels.row_target import Angles, RowTarget
 
@@ -34,11 +36,18 @@ FP8_SINCE: Final = (8, 9)
 
 def can_join(form: RowFormat, cos: Tensor) -> bool:
     """Return whether these kernels form rows of `form` with the angles `cos` [..., d]: on a GPU, one that converts to
-    e4m3 where rows are in fp8, d a power of two."""
+    e4m3 where rows are quantised, d a power of two."""
     size = cos.shape[-1]
-    if not cos.is_cuda or size < 2 or size & (size - 1) or form.kind == "fp4":
+    if not cos.is_cuda or size < 2 or size & (size - 1) or (form.kind == "fp4" and not is_coded(form)):
         return False
-    return form.kind != "fp8" or torch.cuda.get_device_capability(cos.device) >= FP8_SINCE
+    return not form.is_quantised or torch.cuda.get_device_capability(cos.device) >= FP8_SINCE
+
+
+def _unquantised(form: RowFormat, products: Tensor) -> tuple[RowFormat, RowTarget]:
+    """Rows of as many values in the dtype of `products` [M, ..], and memory for them."""
+    kind, group = str(products.dtype).removeprefix("torch."), min(GROUP, form.scaled)
+    plain = RowFormat(kind, form.scaled, form.plain, group)
+    return plain, RowTarget(products.new_empty(len(products), plain.row_bytes, dtype=torch.uint8))
 
 
 def kv_rows(
@@ -50,12 +59,20 @@ def kv_rows(
     target: RowTarget,
     queries: Tensor | None = None,
     turned: Tensor | None = None,
+    *,
+    latent_scale: float = 1.0,
 ) -> None:
     """Write KV rows of `products` [M, r + d], values of a row adjacent: r normed (RMS, `weight` [r]), d rotated.
 
-    With `queries` [M, H, d], values of a head adjacent: they are rotated likewise into `turned` of that shape.
+    With `queries` [M, H, d], values of a head adjacent: they are rotated likewise into `turned` of that shape. In fp4
+    the r are then multiplied by `latent_scale`, a power of two.
     """
     tokens, heads = len(products), 0 if queries is None else queries.shape[1]
+    if form.kind == "fp4":
+        plain, held = _unquantised(form, products)
+        kv_rows(plain, products, weight, eps, angles, held, queries, turned)
+        encode_fp4(form, held.rows.view(products.dtype), target, scale=latent_scale)
+        return
     given, put = (products if one is None else one for one in (queries, turned))
     if not tokens:
         return
@@ -103,6 +120,11 @@ def index_rows(
     Returns `queries` [M, H, D] rotated likewise, in the dtype that keys are compared in, and `head_weights` [M, H] *
     `scale` in float32; both empty without queries.
     """
+    if form.kind == "fp4":
+        plain, held = _unquantised(form, products)
+        made = index_rows(plain, products, norm, angles, rotation, held, queries, head_weights, scale)
+        encode_fp4(form, held.rows.view(products.dtype), target)
+        return made
     tokens, heads = len(products), 0 if queries is None else queries.shape[1]
     kept = products.dtype if form.kind == "fp8" else form.dtype
     found = torch.empty(tokens, heads, form.scaled, dtype=kept, device=products.device)

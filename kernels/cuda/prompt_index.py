@@ -3,9 +3,9 @@
 One launch; where jobs are fewer than multiprocessors, several blocks share the keys of each, and prompt_merge selects
 from their lists.
 
-For keys of DIM values in fp8 or bfloat16, and bfloat16 queries of HEADS heads; from half as many on (A.X-K2-Light has
-16), heads of zeros with weights of zero fill them up, which change no score. Scratch is a list of LISTED entries for
-each of GROUP tokens that a multiprocessor works on, whatever the context (`scratch_bytes`). Launches for one state
+For keys of DIM values in fp8, fp4 or bfloat16, and bfloat16 queries of HEADS heads; from half as many on (A.X-K2-Light
+has 16), heads of zeros with weights of zero fill them up, which change no score. Scratch is a list of LISTED entries
+for each of GROUP tokens that a multiprocessor works on, whatever the context (`scratch_bytes`). Launches for one state
 share it: they must be ordered, as on one stream.
 """
 
@@ -38,8 +38,9 @@ DIM: Final = 128
 LISTED: Final = 4096
 TOPK_MAX: Final = 3072
 HEAD_WORDS: Final = 4
-#: By bytes of a key's value: pages in the ring of keys, pairs of pages in the ring of scores, registers of a thread
-#: that multiplies and of one that lists, and how many entries such a thread reads together.
+KINDS: Final = ("fp8", "fp4", "bfloat16")
+#: By bytes of a key's value in products: pages in the ring of keys, pairs of pages in the ring of scores, registers of
+#: a thread that multiplies and of one that lists, and how many entries such a thread reads together.
 SHAPES: Final = {
     1: {"STAGES": 8, "SCORED": 16, "TEAM_REGISTERS": 152, "LISTER_REGISTERS": 72, "LIST_READS": 8},
     2: {"STAGES": 3, "SCORED": 6, "TEAM_REGISTERS": 168, "LISTER_REGISTERS": 56, "LIST_READS": 4},
@@ -83,7 +84,7 @@ def takes(heads: int, keys: RowFormat, queries: torch.dtype, k: int, device: tor
     return (
         2 * heads >= heads_filled(heads) > 0
         and keys.scaled == DIM
-        and keys.kind in ("fp8", "bfloat16")
+        and keys.kind in KINDS
         and queries == torch.bfloat16
         and k <= TOPK_MAX
         and torch.cuda.get_device_capability(device) == CAPABILITY
@@ -123,7 +124,7 @@ def prompt_index(
         slab_pages=state.slab_table.shape[1],
     )
     blocks = min(pieces.jobs * splits, len(held.lists))
-    kernel, merge = kernels_of(queries.shape[1], key_bytes_of(keys), queries.device)
+    kernel, merge = kernels_of(queries.shape[1], keys.kind, queries.device)
     kernel.launch((blocks, 1), block, stream_of(state), shared_bytes=SHARED_BYTES)
     if splits > 1:
         merge.launch((pieces.jobs * GROUP, 1), block, stream_of(state))
@@ -136,31 +137,28 @@ def splits_of(jobs: int, positions: int, processors: int) -> int:
 
 def prepare(state: DeviceState, heads: int, keys: RowFormat) -> None:
     """Compile, load and allocate all that prompt_index needs. Raises InternalError where it does not compile."""
-    kernels_of(heads_filled(heads), key_bytes_of(keys), state.rows.device)
+    kernels_of(heads_filled(heads), keys.kind, state.rows.device)
     _lists_of(state)
 
 
-def key_bytes_of(keys: RowFormat) -> int:
-    """Bytes of a key's value, where it is in fp8 or bfloat16."""
-    return 1 if keys.kind == "fp8" else 2
-
-
 @lru_cache(maxsize=64)
-def kernels_of(heads: int, key_bytes: int, device: torch.device) -> tuple[Kernel, Kernel]:
+def kernels_of(heads: int, kind: str, device: torch.device) -> tuple[Kernel, Kernel]:
     """prompt_index and prompt_merge, loaded."""
-    kernel = load("prompt_index", "prompt_index", defines_of(heads, key_bytes), device.index or 0)
+    kernel = load("prompt_index", "prompt_index", defines_of(heads, kind), device.index or 0)
     kernel.allow_all(clusters=False)
     return kernel, load("prompt_merge", "prompt_merge", (), device.index or 0)
 
 
 def variants() -> Iterator[Defines]:
     """Defines of all that are written."""
-    return (defines_of(heads, key_bytes) for heads, key_bytes in product(HEADS, SHAPES))
+    return (defines_of(heads, kind) for heads, kind in product(HEADS, KINDS))
 
 
-def defines_of(heads: int, key_bytes: int) -> Defines:
+def defines_of(heads: int, kind: str) -> Defines:
+    """Return macros for `heads`, of HEADS, and keys of `kind`, of KINDS."""
+    key_bytes, fp4 = 2 if kind == "bfloat16" else 1, ("FP4", int(kind == "fp4"))
     shape = SHAPES[key_bytes].items()
-    return (("HEADS", heads), ("KEY_BYTES", key_bytes), *shape, ("SHARED_BYTES", SHARED_BYTES), ("WGMMA", 1))
+    return (("HEADS", heads), ("KEY_BYTES", key_bytes), fp4, *shape, ("SHARED_BYTES", SHARED_BYTES), ("WGMMA", 1))
 
 
 def _lists_of(state: DeviceState) -> Lists:

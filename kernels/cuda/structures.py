@@ -24,6 +24,7 @@ ROTATE_THREADS: Final = 256
 COPY_ROWS_THREADS: Final = 256
 ROWS_THREADS: Final = 256
 SEAT_THREADS: Final = 256
+ENCODE_THREADS: Final = 256
 SWAP_IN_SHARED_BYTES: Final = 99_568
 QUANTIZE_THREADS: Final = 256
 SUM_THREADS: Final = 128
@@ -62,6 +63,7 @@ CONSTANTS: Final = {  # value and comment
     "COPY_ROWS_THREADS": (COPY_ROWS_THREADS, "of a block of copy_rows"),
     "ROWS_THREADS": (ROWS_THREADS, "of a block of store_rows, fetch_rows, store_keys, fetch_keys"),
     "SEAT_THREADS": (SEAT_THREADS, "of a block of change_slots, close_change"),
+    "ENCODE_THREADS": (ENCODE_THREADS, "of a block of encode_fp4"),
     "SWAP_IN_SHARED_BYTES": (SWAP_IN_SHARED_BYTES, "of a block of swap_in"),
     "QUANTIZE_THREADS": (QUANTIZE_THREADS, "of a block of quantize_rows, quantize_gated"),
     "SUM_THREADS": (SUM_THREADS, "of a block of sum_rows"),
@@ -369,6 +371,17 @@ class BlockLinear(Structure):
         ("i32", "row_tiles, jobs_max", "by experts"),
         ("float", "limit", "gate and up: of both products, of gate from above"),
         ("i32", "unused[10]"),
+    )
+    _fields_ = fields(members)
+
+
+class EncodeRows(Structure):
+    members = (
+        ("const u8*", "values", "[n, values], bfloat16 or float32"),
+        ("u8*", "out", "rows of four bits"),
+        ("const i32*", "places", "[n] rows of `out`; -1: none; null: their numbers"),
+        ("i64", "n"),
+        ("float", "scale", "of values that are scaled: a power of two"),
     )
     _fields_ = fields(members)
 

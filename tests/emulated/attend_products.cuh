@@ -29,6 +29,10 @@ inline void arrive_copied(u32 barrier) {
     arrive(barrier);
 }
 template <class T> void load_here(T& v, const u8* at) { std::memcpy(&v, at, sizeof v); }
+inline void store_chunk(u32 to, const uint4& v) { std::memcpy(at_address(to), &v, sizeof v); }
+inline u32 multiplied(u32 pair, u32 by) {
+    return pair_of(bfloat16_value(pair & 0xFFFF) * bfloat16_value(by & 0xFFFF), bfloat16_value(pair >> 16) * bfloat16_value(by >> 16));
+}
 inline int renewed(int value) { return value; }
 inline u32 loaded(const u32& word) { return word; }
 inline void decode(u32 word, float scale, u32& low, u32& high) {

@@ -306,6 +306,9 @@ inline unsigned __vsub2(unsigned a, unsigned b) {
 inline unsigned __vminu2(unsigned a, unsigned b) {
     return of_halves(a, b, [](unsigned x, unsigned y) { return x < y ? x : y; });
 }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+    return of_halves(a, b, [](unsigned x, unsigned y) { return x > y ? x : y; });
+}
 inline unsigned __vcmpeq2(unsigned a, unsigned b) {
     return of_halves(a, b, [](unsigned x, unsigned y) { return x == y ? 0xFFFFu : 0u; });
 }

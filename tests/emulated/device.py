@@ -5,8 +5,7 @@
         begin_step(state, ...)
 
 The compiler is g++ or $CXX. Libraries are kept by their content (tests.support.kept_kernels). Of kernels on tensor
-cores prompt_index and attend_rows are emulated; of the decode steps' indexer the selection is, and Triton kernels are
-not.
+cores attend_rows, prompt_index and Hopper's index_scores of fp8 and fp4 keys are emulated; Triton kernels are not.
 """
 
 from __future__ import annotations
@@ -54,9 +53,11 @@ UNITS: Final = (
     *launch.KERNELS,
     ("swap_in", "swap_in"),
     ("index_select", "index_select"),
+    ("index_hopper", "index_scores"),
     ("prompt_index", "prompt_index"),
     ("prompt_merge", "prompt_merge"),
     ("attend_rows", "attend_rows"),
+    ("encode", "encode_fp4"),
     *((quantize.UNIT, kernel) for kernel in quantize.KERNELS),
 )
 
@@ -145,7 +146,10 @@ class Emulated:
 
 
 #: Launch bounds, where the launcher names no number.
-THREADS: Final = {"swap_in": 768, "prompt_index": 640, "prompt_merge": 1024, "attend_rows": 512}
+THREADS: Final = {
+    **{"swap_in": 768, "prompt_index": 640, "prompt_merge": 1024, "attend_rows": 512},
+    **{"index_scores": 544, "index_select": 512},
+}
 
 
 def threads_of(kernel: str, defines: dict[str, int]) -> int:

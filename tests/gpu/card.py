@@ -65,7 +65,9 @@ def racechecks() -> list[Step]:
     """Each part of both subsets by itself: racecheck takes minutes for one."""
     parts = {
         "memcheck": ("copies", "indexes", "scripts", "steps"),
-        "memcheck_attention": ("attention-bfloat16", "attention-fp8", "indexes-bfloat16", "indexes-fp8"),
+        "memcheck_attention": tuple(
+            f"{of}-{kind}" for of in ("attention", "indexes") for kind in ("bfloat16", "fp8", "fp4")
+        ),
     }
     command = "compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.gpu"
     return [

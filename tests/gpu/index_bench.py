@@ -13,6 +13,7 @@ from kernels.cuda.structures import UNIT
 from kernels.index_topk import index_topk
 from kernels.layout import Geometry
 from kernels.reference.index_topk import row_keys, top_positions
+from kernels.row_bytes import FP4_KEY_GROUP
 from kernels.row_format import RowFormat
 from kernels.state import DeviceState, StepBatch
 from protocol.units import pages_for
@@ -39,7 +40,8 @@ class IndexBench:
         exact: bool = False,
         ids: torch.dtype = torch.int32,
     ) -> None:
-        self.lengths, self.k, self.form = lengths, k, RowFormat(kind, dim, 0, dim)
+        self.lengths, self.k = lengths, k
+        self.form = RowFormat(kind, dim, 0, FP4_KEY_GROUP if kind == "fp4" else dim)
         self.generator = torch.Generator("cuda").manual_seed(seed)
         held = [pages_for(length) for length in lengths]
         self.state = DeviceState.allocate(

@@ -1,8 +1,8 @@
 """A second subset for compute-sanitizer, as tests/gpu/memcheck.py: attention and index selection at Hopper's shapes.
 
 What is written for Hopper's matrix products and clusters, for which tests/gpu/memcheck.py is too small: rows and
-index keys in bfloat16 and fp8, heads that fill a block and that do not, one pair of blocks per result and clusters of
-four, six and sixteen, rows without an entry, stages used again, levels that are raised again and again. Results are
+index keys in bfloat16, fp8 and fp4, heads that fill a block and that do not, one pair of blocks per result and clusters
+of four, six and sixteen, rows without an entry, stages used again, levels that are raised again and again. Results are
 compared with the definition.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from kernels.cuda.attention import HOPPER_BLOCKS, attend_rows
+from kernels.cuda.attention import HOPPER_BLOCKS, HOPPER_KINDS, attend_rows
 from tests.gpu.index_bench import IndexBench
 from tests.gpu.memcheck import walk
 from tests.support.attention_rig import Case
@@ -56,10 +56,4 @@ def indexes(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    walk(
-        {
-            f"{what.__name__}-{kind}": partial(what, kind)
-            for what in (attention, indexes)
-            for kind in ("bfloat16", "fp8")
-        }
-    )
+    walk({f"{what.__name__}-{kind}": partial(what, kind) for what in (attention, indexes) for kind in HOPPER_KINDS})

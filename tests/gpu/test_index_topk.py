@@ -80,6 +80,18 @@ def test_reference_selects_alike_where_arithmetic_is_exact(
     assert out.tolist() == want.tolist()
 
 
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="Hopper alone reads keys in fp4")
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("lengths", [[1, 65, 700, 449], [32_768] * 16, [131_072, 4097], [300_001, 70_000]], ids=str)
+def test_keys_of_four_bits(lengths: list[int], heads: int) -> None:
+    IndexBench(lengths, kind="fp4", heads=heads, dim=128, k=min(2048, 8 * max(lengths) // 100), seed=heads).check()
+    bench = IndexBench(lengths, kind="fp4", heads=heads, dim=128, k=64, seed=heads, exact=True)
+    out = bench.run()
+    want = torch.empty_like(out)
+    reference_topk(bench.state, 1, bench.queries, bench.weights, bench.batch, bench.form, SCALE, want)
+    assert out.tolist() == want.tolist()
+
+
 @pytest.mark.parametrize("kinds", KINDS[:3])
 @pytest.mark.parametrize("k", [64, 65, 128])
 def test_every_length_around_k_and_pages(kinds: tuple[str, torch.dtype], k: int) -> None:

@@ -19,7 +19,7 @@ from kernels.row_target import Angles, RowTarget  # noqa: E402
 from worker.runners.attention import Rope  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32]
-KINDS = ["fp8", "bfloat16", "float32"]
+KINDS = ["fp4", "fp8", "bfloat16", "float32"]
 ROPE, NOPE, DIM = 64, 128, 128
 EPS = 1e-6
 
@@ -46,7 +46,7 @@ def check_rows(target: RowTarget, wanted: Tensor, form: RowFormat, *, share: flo
     written = target.places >= 0
     found = target.rows[target.places[written].long()]
     ours, theirs = (form.decode(one) for one in (found, wanted[written]))
-    step = 2.0**-3 if form.kind == "fp8" else 2.0**-7 if form.kind == "bfloat16" else 2.0**-16
+    step = {"fp4": 1.0, "fp8": 2.0**-3, "bfloat16": 2.0**-7, "float32": 2.0**-16}[form.kind]
     torch.testing.assert_close(ours, theirs, rtol=step, atol=step * float(theirs.abs().max()) / 16)
     assert float((found != wanted[written]).float().mean()) <= share
     untouched = torch.ones(len(target.rows), dtype=torch.bool, device="cuda")
@@ -95,7 +95,7 @@ def test_an_index_key_and_its_queries_turn_alike(
 ) -> None:
     torch.manual_seed(tokens)
     form, (cos, sin) = index_key_format(kind, DIM), angles_of(tokens, dtype)
-    rotation = hadamard(DIM, dtype, "cuda") if kind == "fp8" else None
+    rotation = hadamard(DIM, dtype, "cuda") if form.is_quantised else None
     products = draw(tokens, 1536 + DIM, dtype=dtype)[:, 1536:]
     norm = torch.nn.LayerNorm(DIM, eps=EPS).to("cuda", dtype)
     norm.weight.data.normal_()
@@ -109,7 +109,7 @@ def test_an_index_key_and_its_queries_turn_alike(
     turned, key = Rope(rope, interleaved, last)(queries.unsqueeze(2), keys, cos.unsqueeze(1), sin.unsqueeze(1))
     if rotation is not None:
         turned, key = F.linear(turned, rotation), F.linear(key, rotation)
-    kept = dtype if kind == "fp8" else form.dtype
+    kept = dtype if form.is_quantised else form.dtype
     assert found.dtype == kept
     step = torch.finfo(kept).eps
     # A rotated value is a sum of DIM terms, which the two add in different orders.

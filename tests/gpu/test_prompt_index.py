@@ -17,7 +17,7 @@ if torch.cuda.get_device_capability() != (9, 0):
 from torch import Tensor  # noqa: E402
 
 from benchmarks.fp8_queries import CONTEXTS, OVERLAP_MIN, SHARE_MIN, VALUES, measure  # noqa: E402
-from kernels.cuda.prompt_index import DIM, takes  # noqa: E402
+from kernels.cuda.prompt_index import DIM, KINDS, takes  # noqa: E402
 from kernels.layout import Geometry  # noqa: E402
 from kernels.prompt_pieces import PromptPiece, PromptPieces  # noqa: E402
 from kernels.prompt_topk import prompt_topk  # noqa: E402
@@ -27,7 +27,7 @@ from kernels.rows import slab_rows  # noqa: E402
 from kernels.state import DeviceState, Tripwire  # noqa: E402
 from protocol.units import PAGE_TOKENS  # noqa: E402
 
-FORMS: Final = {kind: index_key_format(kind, DIM) for kind in ("fp8", "bfloat16")}
+FORMS: Final = {kind: index_key_format(kind, DIM) for kind in KINDS}
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 SEATS, PAGES = 3, 160
 
@@ -71,7 +71,8 @@ def scores_of(
     length, row = piece.start + token + 1, piece.row + token
     pages = state.index_table[piece.seat, : -(-length // PAGE_TOKENS)].long()
     keys = form.decode(state.index_keys[0].view(-1, PAGE_TOKENS, form.row_bytes)[pages].flatten(0, 1)[:length])
-    return index_scores(form.decode(form.encode(queries[row].bfloat16())), weights[row], keys, scale)
+    asked = FORMS["fp8"] if form.is_quantised else form
+    return index_scores(asked.decode(asked.encode(queries[row].bfloat16())), weights[row], keys, scale)
 
 
 def whole(*shape: int) -> Tensor:

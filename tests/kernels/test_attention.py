@@ -53,6 +53,10 @@ def run(case: Case, splits: int, together: int = 0) -> Tensor:
         ("fp8", 1, {"heads": 128, "k": 300, "batch": 2}),
         ("fp8", 1, {"heads": 128, "k": 60, "batch": 1}),  # one turn
         ("fp8", 3, {"heads": 192, "k": 290, "batch": 1}),
+        ("fp4", 1, {"heads": 64, "k": 600, "batch": 2}),
+        ("fp4", 3, {"heads": 24, "k": 330, "batch": 1}),
+        ("fp4", 1, {"heads": 128, "k": 300, "batch": 2}),
+        ("fp4", 2, {"heads": 192, "k": 290, "batch": 1}),
     ],
     ids=str,
 )
@@ -68,6 +72,7 @@ def test_attention_is_that_of_the_definition(kind: str, splits: int, shape: dict
         ("fp8", 3, {"heads": 64, "k": 330, "batch": 1}),
         ("fp8", 1, {"heads": 128, "k": 100, "batch": 2}),  # a group has the whole result
         ("bfloat16", 2, {"heads": 72, "k": 150, "batch": 1}),
+        ("fp4", 1, {"heads": 128, "k": 100, "batch": 2}),
     ],
     ids=str,
 )
@@ -112,7 +117,7 @@ def test_two_pairs_share_the_heads_of_a_row() -> None:
 
 
 @pytest.mark.parametrize(("heads", "falling"), [(64, False), (128, True), (128, False)])
-@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "fp4"])
 def test_levels_move_in_every_block(kind: str, heads: int, falling: bool) -> None:
     """Entries in the order of one head's scores, which are far apart. Products are of rows rounded to bfloat16."""
     case = case_of(kind, heads=heads, k=400, batch=2, stored=600)
@@ -133,3 +138,51 @@ def test_a_result_does_not_show_its_place() -> None:
         )
         alone.out = torch.empty_like(together[:1])
         assert torch.equal(run(alone, 1)[0], together[row])
+
+
+def test_every_code_under_every_scale_is_multiplied_exactly() -> None:
+    """Rows of four bits of all bytes: of one row alone the result is its latents, each of which is a bfloat16."""
+    case = case_of("fp4", heads=64, k=7, batch=16, stored=64)
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 256, (64, case.form.row_bytes), generator=draw, dtype=torch.uint8)
+    rows[:, 256:288] = torch.arange(64 * 32).view(64, 32) % 127  # scales are not negative, and numbers
+    rows[:, 288:] &= 0xBF  # no score is beyond float32
+    case.state.rows[1, 64:128] = rows
+    case.queries *= 1e-3
+    case.out_rows.fill_(-1)
+    for row in range(16):
+        case.out_rows[row, row % 7] = 64 + row
+    wanted = case.form.decode(rows[:16])[:, :512]
+    assert torch.equal(wanted, wanted.bfloat16().float())
+    assert len(set(rows[:16, 256:288].flatten().tolist())) == 127
+    assert torch.equal(run(case, 1).float(), wanted.unsqueeze(1).expand(-1, 64, -1))
+
+
+def test_a_scale_that_is_no_number_makes_its_latents_so() -> None:
+    case = case_of("fp4", heads=64, k=5, batch=1, stored=64)
+    case.state.rows[1, 70, 256 + 9] = 0x7F
+    case.out_rows.fill_(-1)
+    case.out_rows[0, 2] = 70
+    assert run(case, 1).isnan().all(), "its score is none"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "capability"),
+    [((512, 64), torch.bfloat16, (10, 0)), ((512, 64), torch.float32, (9, 0)), ((128, 32), torch.bfloat16, (9, 0))],
+)
+def test_rows_of_four_bits_that_no_kernel_reads_are_refused(
+    shape: tuple[int, int], dtype: torch.dtype, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    case = Case("fp4", dtype, latent=shape[0], rope=shape[1])
+    with pytest.raises(BadInput, match=r"rows=fp4.*keep them in fp8"):
+        room.prepare_attention(case.state, 64, case.form, dtype, sinks=False)
+
+
+def test_rows_of_four_bits_have_one_kernel_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    case = case_of("fp4", heads=24, k=70, batch=1)
+    room.prepare_attention(case.state, 24, case.form, torch.bfloat16, sinks=False)
+    given = (case.state, 1, case.queries, case.out_rows, case.scaling, case.out)
+    room.attend_rows(*given)
+    torch.testing.assert_close(case.out.double(), case.expected(1), rtol=BOUND, atol=BOUND)

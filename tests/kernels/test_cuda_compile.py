@@ -21,8 +21,9 @@ from hisparse.cli import main
 from hisparse.cli.kernels import ARCHITECTURES
 from kernels import compile as kernels_compile
 from kernels.cuda import header, jit, parameters, prompt_index, quantize, structures
-from kernels.cuda.attention import HEADS_TOGETHER, hopper_defines
+from kernels.cuda.attention import HEADS_TOGETHER, HOPPER_KINDS, hopper_defines
 from kernels.cuda.block_plans import SHARED_BYTES_MAX, LinearPlan, forms
+from kernels.cuda.index_topk import Indexer
 from kernels.cuda.launch import KERNELS, RANKS, check_pool
 from kernels.cuda.swap_in import block_entries_of, blocks_per_request, has_room, refill_clusters, replay_misses, swap_in
 from kernels.layout import Geometry
@@ -66,7 +67,7 @@ def compile_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         monkeypatch.setattr(kernels_compile, "RANKS", ranks)
         assert kernels_compile.main(["--arch", arch, "--json"]) == 0
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        hopper = {"attend_rows", "block_linear", "prompt_index", "prompt_merge", *quantize.KERNELS}
+        hopper = {"attend_rows", "block_linear", "prompt_index", "prompt_merge", "encode_fp4", *quantize.KERNELS}
         alone = {"null_kernel", "index_scores", "index_select"} | (hopper if arch == "sm_90" else set())
         assert {line["kernel"] for line in lines} == {name for _, name in KERNELS} | {"swap_in"} | alone
         for line in lines:
@@ -135,7 +136,7 @@ def test_swap_in_host_loads_do_not_wait_for_each_other(layout: tuple[int, int, i
 
 def check_host_loads_of_the_other_variants() -> None:
     others = [it for it in HOST_LOADS if not of_each_run(*it)]
-    assert len(others) == 30
+    assert len(others) == 35
     assert [it for it in others if host_loads_wait(*it)] == []
 
 
@@ -153,6 +154,7 @@ class Instruction:
         self.awaits_products = self.opcode == 0x9C5 and bool(low >> 47 & 1)  # WARPGROUP.DEPBAR
         self.products_left = high >> 8 & 7  # groups of them that are not awaited
         self.loads_shared = self.opcode == 0x984  # LDS
+        self.permutes = self.opcode in (0x216, 0x416, 0x816, 0x212, 0x812)  # PRMT, LOP3
         self.packs = self.opcode == 0x23E  # F2FP
         self.moves_stack = self.opcode == 0x836 and self.target == self.source == 1  # VIADD R1, R1
 
@@ -179,7 +181,7 @@ SYSTEM_SHARED_BYTES: Final = 1024
 attention_variants = pytest.mark.parametrize(
     "defines",
     list(kernels_compile.attention_variants()),
-    ids=lambda defines: "-".join(str(it[1]) for it in defines[:3]),
+    ids=lambda defines: "-".join(str(it[1]) for it in defines[:4]),
 )
 
 
@@ -201,7 +203,7 @@ def test_products_of_attention_are_asynchronous(defines: jit.Defines) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS_TOGETHER)
-@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("kind", HOPPER_KINDS)
 def test_sinks_cost_nothing_between_products(kind: str, heads: int) -> None:
     """The same count of instructions ahead of each product as without sinks, but for what the first group does behind
     its last one; and as many registers."""
@@ -283,10 +285,28 @@ def test_prompt_index_loads_no_key_into_registers_that_products_still_read(defin
             read.update(range(it.source, it.source + 4))
         elif it.awaits_products:
             read.clear()
-        elif it.loads_shared:
-            loads += bool(read)
+        elif it.loads_shared or it.permutes:
+            loads += bool(read) and it.loads_shared
             assert it.target not in read
     assert loads, "loads are told from other instructions"
+
+
+INDEXERS_ON_HOPPER: Final = [it for it in kernels_compile.INDEXERS if it.on_hopper(90)]
+
+
+@pytest.mark.parametrize("indexer", INDEXERS_ON_HOPPER, ids=lambda it: f"{it.heads}{'-fp4' * it.codes}")
+def test_keys_of_index_scores_are_decoded_before_products_read_them(indexer: Indexer) -> None:
+    """Products of a page are one group. No instruction between the first of them and their end writes to their keys."""
+    text = section(kept_unit("index_hopper", indexer.defines(90), "sm_90").cubin, ".text.index_scores")
+    code = [Instruction(*words) for words in struct.iter_unpack("<QQ", text)]
+    products = [place for place, it in enumerate(code) if it.multiplies]
+    assert [code[place].closes_group for place in products] == [False, False, False, True]
+    read = {code[place].source + word for place in products for word in range(4)}
+    end = next(place for place in range(products[-1], len(code)) if code[place].awaits_products)
+    for it in code[products[0] : end]:
+        assert not (it.loads_shared or it.permutes) or it.target not in read
+    decoded = {it.target for it in code[: products[0]] if it.permutes}
+    assert read <= decoded or not indexer.codes, "decoding is told from other instructions"
 
 
 def test_header_is_generated() -> None:

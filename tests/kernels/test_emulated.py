@@ -38,16 +38,16 @@ def device() -> Iterator[Device]:
         yield here
 
 
-@pytest.mark.parametrize(("ranks", "row_bytes"), [(1, 656), (2, 320), (4, 656), (5, 196)])
+@pytest.mark.parametrize(("ranks", "row_bytes"), [(1, 656), (2, 320), (4, 352), (5, 196)])
 def test_steps_of_managed_and_resident_requests(device: Device, ranks: int, row_bytes: int) -> None:
     goes_mixed_steps(EmulatedTwin(ranks, device, ranks=ranks, **MIXED_SIZES | {"row_bytes": row_bytes}), steps=3)
 
 
 @pytest.mark.parametrize("direction", ["to_host", "to_device"])
-@pytest.mark.parametrize("row_bytes", [196, 320])
-def test_copies_of_rows_of_160_values(device: Device, row_bytes: int, direction: str) -> None:
+@pytest.mark.parametrize(("row_bytes", "key_bytes"), [(196, 132), (320, 132), (352, 68)])
+def test_copies_of_rows_of_other_formats(device: Device, row_bytes: int, key_bytes: int, direction: str) -> None:
     """Scattered rows by words that divide them, and whole pages, which are runs of 16 bytes whatever a row has."""
-    twin = EmulatedTwin(3, device, groups=(0, 0), row_bytes=row_bytes, index_row_bytes=132, max_tokens=256)
+    twin = EmulatedTwin(3, device, groups=(0, 0), row_bytes=row_bytes, index_row_bytes=key_bytes, max_tokens=256)
     tokens = torch.arange(150)
     for device_row in (torch.randperm(twin.cpu.rows.shape[1])[:150], tokens + 64):
         places = {"index_row": tokens, "host_page": (3 + tokens // 64).int(), "host_offset": tokens % 64}

@@ -32,6 +32,7 @@ void index_plan(hisparse::IndexTopk p) {
     const i64 bytes = p.batch.size * (p.batch.wide_lengths ? 8 : 4);
     void* const lengths = const_cast<void*>(p.batch.lengths);
     if (p.scores && threadIdx.x == 0) std::memcpy(lengths, p.scores, bytes);
+    if (threadIdx.x == 0) brought.clear();  // libraries of one process share it
     __syncthreads();
     ends = [&] { if (p.scores) std::memcpy(lengths, p.histogram, bytes); };
     const PlannedShare plan = plan_share(p, s);
@@ -45,7 +46,6 @@ void index_plan(hisparse::IndexTopk p) {
     i32* const asked = p.counters + blockIdx.x * ASKED;
     for (const void* page : brought)
         asked[++asked[0]] = static_cast<i32>((static_cast<const u8*>(page) - p.state.index_keys) / PAGE_BYTES);
-    brought.clear();
 }
 void index_flush(hisparse::IndexTopk p) {
     using namespace hisparse;

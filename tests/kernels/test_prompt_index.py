@@ -71,7 +71,7 @@ def selections(
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "kind", "processors"), pairwise(tuple(BLOCKS), (16, 32, 64), ("fp8", "bfloat16"), (2, 3, 7))
+    ("name", "heads", "kind", "processors"), pairwise(tuple(BLOCKS), (16, 32, 64), room.KINDS, (2, 3, 7))
 )
 def test_each_token_selects_as_the_reference(
     name: str, heads: int, kind: str, processors: int, monkeypatch: pytest.MonkeyPatch
@@ -91,7 +91,7 @@ def test_each_token_selects_as_the_reference(
     assert not state.tripwires.any()
 
 
-@pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
+@pytest.mark.parametrize("kind", room.KINDS)
 def test_values_of_any_size_give_nearly_the_best_scores(kind: str) -> None:
     torch.manual_seed(5)
     form, piece = index_key_format(kind, DIM), PromptPiece(0, 8, 1, 800)
@@ -131,10 +131,11 @@ def test_only_hopper_and_known_keys_are_taken(monkeypatch: pytest.MonkeyPatch) -
     room.takes.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 0 else (10, 0))
     hopper, other = torch.device("cuda:0"), torch.device("cuda:1")
-    fp8, bf16, exact = (index_key_format(kind, DIM) for kind in ("fp8", "bfloat16", "float32"))
+    fp8, fp4, bf16, exact = (index_key_format(kind, DIM) for kind in (*room.KINDS, "float32"))
     half = torch.bfloat16
     assert room.takes(64, fp8, half, 2048, hopper)
     assert room.takes(32, bf16, half, 2048, hopper)
+    assert room.takes(64, fp4, half, 2048, hopper)
     assert not room.takes(64, fp8, half, 2048, other)
     assert not room.takes(64, exact, torch.float32, 2048, hopper)
     assert not room.takes(64, fp8, torch.float32, 2048, hopper)

@@ -179,8 +179,14 @@ def test_cuda_device_defaults_to_cuda_streams_and_memory_pool() -> None:
         ({"flags": {"worker.device_mem": "lots"}}, "worker.device_mem", "lots", "GiB"),
         ({"flags": {"worker.host_mem": "0"}}, "worker.host_mem", "0", "size"),
         ({"flags": {"worker.row_dtype": "int8"}}, "worker.row_dtype", "int8", "fp8"),
-        ({"flags": {"worker.kv_dtype": "fp4", "worker.device": "cuda"}}, "worker.kv_dtype", "fp4", "use fp8"),
-        ({"flags": {"worker.index_dtype": "fp4", "worker.device": "cuda"}}, "worker.index_dtype", "fp4", "use fp8"),
+        (
+            {"flags": {"worker.kv_dtype": "fp4", "worker.device": "cuda", "worker.dtype": "float32"}},
+            *("worker.kv_dtype", "fp4", "use fp8"),
+        ),
+        (
+            {"flags": {"worker.index_dtype": "fp4", "worker.device": "cuda", "worker.dtype": "float32"}},
+            *("worker.index_dtype", "fp4", "worker.dtype = bfloat16"),
+        ),
         ({"flags": {"worker.hot_size_classes": (256, 128)}}, "worker.hot_size_classes", "(256, 128)", "sort"),
         ({"flags": {"worker.hot_size_classes": (100,)}}, "worker.hot_size_classes", "100", "multiples of 64"),
         ({"flags": {"worker.hot_size_classes": ()}}, "worker.hot_size_classes", "()", "at least one"),

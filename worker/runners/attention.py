@@ -330,8 +330,8 @@ def _join_rows(
     target: RowTarget | None,
     queries: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """In one launch: KV rows of `down`, where they do not go to `target`; of `queries`, the first is rotated into the
-    second."""
+    """In one launch, in fp4 two: KV rows of `down`, where they do not go to `target`; of `queries`, the first is
+    rotated into the second."""
     rows, norm = None, attention.kv_a_layernorm
     if target is None:
         rows = _bytes(down, forms.rows)
@@ -344,6 +344,7 @@ def _join_rows(
         rope.angles(cos, sin),
         target,
         *(queries or ()),
+        latent_scale=forms.latent_scale,
     )
     return rows
 
@@ -417,8 +418,8 @@ def _join_index(
     target: RowTarget | None,
     queries: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """In one launch: queries and weights of heads, of `queries` and weights [N, S, H, ..] and a scale; and keys of
-    `down`, where they do not go to `target`."""
+    """In one launch, in fp4 two: queries and weights of heads, of `queries` and weights [N, S, H, ..] and a scale; and
+    keys of `down`, where they do not go to `target`."""
     keys, norm = None, indexer.k_norm
     if target is None:
         keys = _bytes(down, forms.keys)
@@ -455,7 +456,7 @@ def absorb_queries(absorbed: Absorbed, projected: Projected) -> Tensor:
             return torch.cat((products.transpose(0, 1), rope), dim=-1)
         whole = nope.new_empty(*rope.shape[:2], latent + rope.shape[2])
         whole[..., latent:] = rope
-    torch.bmm(nope, absorbed.key, out=whole[..., :latent].transpose(0, 1))
+    _multiply(nope, absorbed.key, 1 / absorbed.latent_scale, whole[..., :latent].transpose(0, 1))
     return whole
 
 
@@ -465,8 +466,13 @@ def expand_values(absorbed: Absorbed, latents: Tensor) -> Tensor:
         values = torch.bmm(latents.transpose(0, 1), absorbed.value)
         return _scaled(values, 1 / absorbed.latent_scale).transpose(0, 1).flatten(1)
     values = latents.new_empty(*latents.shape[:2], absorbed.value.shape[2])
-    torch.bmm(latents.transpose(0, 1), absorbed.value, out=values.transpose(0, 1))
+    _multiply(latents.transpose(0, 1), absorbed.value, 1 / absorbed.latent_scale, values.transpose(0, 1))
     return values.flatten(1)
+
+
+def _multiply(first: Tensor, second: Tensor, scale: float, out: Tensor) -> None:
+    """Make `out` the products of matrices times `scale`, in one launch."""
+    torch.baddbmm(out, first, second, beta=0, alpha=scale, out=out)
 
 
 def select_mask(index: IndexProjected, keys: Tensor, start: int, topk: int, scale: float) -> Tensor:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import torch
 
 from kernels.layout import Geometry
+from kernels.row_bytes import SCALE_BYTES
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
 from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS
@@ -76,7 +77,7 @@ def arithmetic(settings: WorkerSettings, matmul: Matmul) -> str:
     kept = kv_kinds(settings.dtype, settings.kv_dtype, settings.row_dtype, settings.index_dtype)
     kind = torch.cuda.get_device_name(settings.device) if on_gpu else settings.device
     # the words are those of the protocol version before, where rows have the same bits: both serve one node meanwhile
-    queries = ", prompts by fp8 queries" if on_gpu and kept.keys == "fp8" else ""
+    queries = ", prompts by fp8 queries" if on_gpu and kept.keys in SCALE_BYTES else ""
     return f"chunks of {prompt_block_tokens(settings)} tokens, {matmul.name}, {kind}{queries}"
 
 

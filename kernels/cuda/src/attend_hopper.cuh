@@ -22,7 +22,9 @@ constexpr int PARTS_MAX = 16;  // of a result: by the row groups of each of its 
 // 24 bits of a score are sent: three words for four of a thread's 32
 constexpr int SENT_WORDS = 24, SENT_BYTES = GROUP * 4 * SENT_WORDS;  // a thread's scores, and a group's
 constexpr float SLACK = 8.0f;
-constexpr int ROW_BYTES = KEY_BYTES == 1 ? LATENT + 16 + 2 * ROPE : 2 * VALUES;
+constexpr int ROW_BYTES = FP4              ? LATENT / 2 + LATENT / 16 + ROPE
+                          : KEY_BYTES == 1 ? LATENT + 16 + 2 * ROPE
+                                           : 2 * VALUES;
 static_assert(HEADS == 64 || HEADS == 128, "one group's products are of 64 heads");
 static_assert(STAGES % ROW_GROUPS == 0, "a stage is always of the same group");
 

@@ -24,6 +24,12 @@ __device__ __forceinline__ void load_here(uint4& v, const u8* at) {
 __device__ __forceinline__ void load_here(float2& v, const u8* at) {
     asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at));
 }
+__device__ __forceinline__ void load_here(uint2& v, const u8* at) {
+    asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
+}
+__device__ __forceinline__ void store_chunk(u32 to, const uint4& v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 // The value, which the compiler takes for a new one each time: what follows from it does not stay in registers.
 __device__ __forceinline__ int renewed(int value) {
     asm volatile("mov.b32 %0, %0;" : "+r"(value));
@@ -49,6 +55,12 @@ __device__ __forceinline__ void decode(u32 word, float scale, u32& low, u32& hig
         words[i] = pair_of(a * scale, b * scale);
     }
     low = words[0], high = words[1];
+}
+// Products of two bfloat16 by two.
+__device__ __forceinline__ u32 multiplied(u32 pair, u32 by) {
+    u32 products;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(pair), "r"(by));
+    return products;
 }
 
 // ---- the other blocks of a cluster

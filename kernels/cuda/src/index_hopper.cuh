@@ -1,9 +1,10 @@
-// index_scores on Hopper, for fp8 keys of 128 values: the scores of every row longer than k, and histograms of them.
+// index_scores on Hopper, for fp8 and fp4 keys of 128 values: the scores of every row longer than k, and histograms of them.
 //
 // Keys are multiplied as they are: queries become e4m3 as well, after each head is scaled by the power of two that brings
 // its largest magnitude to 448 at most (as the authors of DeepSeek-V3.2 scale them), in PARTS parts: 1 their nearest e4m3,
 // 2 also what that leaves, so that a bfloat16 is kept whole where it is not 2**-10 times smaller than the head's largest.
-// The inverse of the scaling goes into the head's weight, and the key's scale is applied to the sum, being positive.
+// The inverse of the scaling goes into the head's weight, and the key's scale is applied to the sum, being positive. Keys in
+// fp4 become e4m3 with one scale a key in registers, a lane's 16 bytes of a key to its 32 values (fp4_keys.cuh).
 //
 //     A block's share is a run of pages of 64 keys, mostly of one row. A warp of its own brings them to shared memory, by
 //     bulk copies into a ring of STAGES; teams of four warps take them in turn, and multiply a page's keys by all heads in
@@ -16,43 +17,19 @@
 // 8 t + i of a key, without conflicts of banks. Queries stand in blocks of 8 heads x 16 places.
 #pragma once
 
-#include "barriers.cuh"
-#include "index_plan.cuh"
+#include "index_products.cuh"
+#if FP4
+#include "fp4_keys.cuh"
+#endif
 
 namespace hisparse {
 
-__device__ __forceinline__ float key_relu(float v) {
-    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));
-    return v;
-}
-
-// Keys are read once: scores stay in L2 instead.
-__device__ __forceinline__ void fetch_once(void* to, const void* from, u32 bytes, u32 barrier) {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            shared_address(to)),
-        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
-// Four values as e4m3; `left`: what that takes from them.
-__device__ __forceinline__ u32 to_e4m3(float (&v)[4]) {
-    u32 four;
-    asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3;"
-        "mov.b32 %0, {l, h}; }"
-        : "=r"(four) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
-    if (PARTS == 1) return four;
-    float held[4];
-    asm("{ .reg .b16 l, h, a, b, c, d; .reg .b32 low, high; mov.b32 {l, h}, %4; cvt.rn.f16x2.e4m3x2 low, l;"
-        "cvt.rn.f16x2.e4m3x2 high, h; mov.b32 {a, b}, low; mov.b32 {c, d}, high;"
-        "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; cvt.f32.f16 %2, c; cvt.f32.f16 %3, d; }"
-        : "=f"(held[0]), "=f"(held[1]), "=f"(held[2]), "=f"(held[3]) : "r"(four));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] -= held[i];
-    return four;
-}
+// Of a head's weight: 8 exponents that queries were scaled up by, and with keys in fp4 those of the keys.
+#if FP4
+constexpr u32 WEIGHED_BY = 8 + FP4_KEY_EXPONENT;
+#else
+constexpr u32 WEIGHED_BY = 8;
+#endif
 
 // Queries and weights of a row into shared memory, by all teams together: four lanes have a head.
 __device__ __forceinline__ void stage_row(const IndexTopk& p, int row, ScoreShared& s) {
@@ -85,36 +62,10 @@ __device__ __forceinline__ void stage_row(const IndexTopk& p, int row, ScoreShar
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) s.queries[part][i / 2][i % 2][n][lane] = to_e4m3(v);
         }
-        if (t == 0) reinterpret_cast<float*>(s.weights[n])[lane / 4] = weight * __uint_as_float((exponent - 8) << 23);
+        if (t == 0) reinterpret_cast<float*>(s.weights[n])[lane / 4] = weight * __uint_as_float((exponent - WEIGHED_BY) << 23);
     }
     publish_shared();
 }
-
-// Of a block of 8 heads x 16 places; the next 16 places lie TILES blocks on, the next 8 heads one.
-__device__ __forceinline__ u64 describe_heads(const u32* block) {
-    const u64 address = shared_address(block) >> 4, along_places = TILES * 128 >> 4, along_heads = 128 >> 4;
-    return address | along_places << 16 | along_heads << 32;
-}
-
-#define FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
-// c = A * B of the first step, += in the others. Nothing of `c` and `a` may be touched until they are awaited.
-__device__ __forceinline__ void multiply_page(float (&c)[TILES][4], const u32 (&a)[4], u64 b, int step) {
-#if HEADS == 64
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3"
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1; }"
-        : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(step));
-#else
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3"
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1; }"
-        : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(step));
-#endif
-}
-#undef FOUR
 
 __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s, const PlannedShare& plan) {
     const u8* const keys = p.state.index_keys + p.group * p.state.key_rows * KEY_ROW;
@@ -129,7 +80,7 @@ __device__ __forceinline__ void bring_pages(const IndexTopk& p, ScoreShared& s, 
             for (u32 i = 0; i < 32 && base + i < stop; ++i) {
                 const u32 turn = before + base - from + i, slot = turn % STAGES;
                 const u32 page = static_cast<u32>(__shfl_sync(0xFFFFFFFF, pages, i));
-                await_phase(shared_address(s.empty + slot), turn / STAGES & 1 ^ 1);
+                await_together(shared_address(s.empty + slot), turn / STAGES & 1 ^ 1);
                 if (lane == 0) {
                     const u32 full = shared_address(s.full + slot);
                     arrive_expecting(full, page < held ? PAGE_BYTES : 0);
@@ -164,6 +115,15 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s, 
             await_phase(shared_address(s.full + slot), turn / STAGES & 1);
             const u32* const words = reinterpret_cast<const u32*>(s.pages[slot] + (16 * warp + g) * KEY_ROW);
             u32 a[STEPS][4];
+#if FP4
+            const float near_scale = decode_quarter(words, t, [&](int step, u32 first, u32 second) {
+                a[step][0] = first, a[step][2] = second;
+            });
+            const float far_scale = decode_quarter(words + 2 * KEY_ROW, t, [&](int step, u32 first, u32 second) {
+                a[step][1] = first, a[step][3] = second;
+            });
+            const float scale = t & 1 ? far_scale : near_scale;
+#else
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 a[step][0] = words[8 * t + 2 * step], a[step][2] = words[8 * t + 2 * step + 1];
@@ -171,9 +131,11 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s, 
                 a[step][3] = words[2 * KEY_ROW + 8 * t + 2 * step + 1];
             }
             const float scale = __uint_as_float(words[(t & 1) * 2 * KEY_ROW + DIM / 4]);
+#endif
             __syncwarp();
             if (lane == 0) arrive(shared_address(s.empty + slot));
             float c[TILES][4];
+            if (FP4) settle_keys(a);
             open_products();
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
@@ -182,6 +144,7 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s, 
                     multiply_page(c, a[step], describe_heads(s.queries[part][step][0][0]), part + step);
             commit_products();
             await_products<0>();
+            if (FP4) settle_keys(a);
             float near = 0, far = 0;
 #pragma unroll
             for (int n = 0; n < TILES; ++n) {

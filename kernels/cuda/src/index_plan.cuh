@@ -10,7 +10,7 @@
 namespace hisparse {
 
 constexpr int TEAM_THREADS = 128, TEAMS = WARPS / 4, SCORE_THREADS = 32 * WARPS + 32;
-constexpr int KEY_ROW = DIM + 4, PAGE_BYTES = PAGE_TOKENS * KEY_ROW;
+constexpr int KEY_ROW = FP4 ? DIM / 2 + DIM / 32 : DIM + 4, PAGE_BYTES = PAGE_TOKENS * KEY_ROW;
 constexpr int STEPS = DIM / 32, TILES = HEADS / 8;
 constexpr int HOT_MAX = 1024;
 constexpr int AHEAD_ROWS = 64, AHEAD_PAGES = 16;  // of the plan ahead; brought to L2

@@ -27,6 +27,7 @@ constexpr int ROTATE_THREADS = 256;  // of a block of rotate_tail
 constexpr int COPY_ROWS_THREADS = 256;  // of a block of copy_rows
 constexpr int ROWS_THREADS = 256;  // of a block of store_rows, fetch_rows, store_keys, fetch_keys
 constexpr int SEAT_THREADS = 256;  // of a block of change_slots, close_change
+constexpr int ENCODE_THREADS = 256;  // of a block of encode_fp4
 constexpr int SWAP_IN_SHARED_BYTES = 99568;  // of a block of swap_in
 constexpr int QUANTIZE_THREADS = 256;  // of a block of quantize_rows, quantize_gated
 constexpr int SUM_THREADS = 128;  // of a block of sum_rows
@@ -262,6 +263,15 @@ struct BlockLinear {
     i32 unused[10];
 };
 static_assert(sizeof(BlockLinear) == 512, "as ctypes lays it out");
+
+struct EncodeRows {
+    const u8* values;   // [n, values], bfloat16 or float32
+    u8* out;            // rows of four bits
+    const i32* places;  // [n] rows of `out`; -1: none; null: their numbers
+    i64 n;
+    float scale;        // of values that are scaled: a power of two
+};
+static_assert(sizeof(EncodeRows) == 40, "as ctypes lays it out");
 
 struct PlaceRows {
     const void* chosen;  // [tokens, choices] experts: int32, or int64; tokens `stride` apart

@@ -1,6 +1,7 @@
 // prompt_index: the top-k positions of every token of a block of prompts, scores and selection in one launch (Hopper).
 //
-// Keys are e4m3 with a scale each, or bfloat16 (KEY_BYTES 1, 2). Queries are bfloat16; for e4m3 keys they are quantized
+// Keys are e4m3 with a scale each, or bfloat16 (KEY_BYTES 1, 2); those of four bits (FP4) become e4m3 in registers, each with
+// one scale (fp4_keys.cuh). Queries are bfloat16; for e4m3 keys they are quantized
 // to e4m3, by token and head (as the authors of DeepSeek-V3.2 quantize them), when a job begins.
 //
 //     GROUP tokens of one prompt, neighbours, are a job of a block of threads; blocks take jobs in turn, long contexts
@@ -38,6 +39,9 @@
 #include "barriers.cuh"
 #include "prompt_job.cuh"
 #include "prompt_products.cuh"
+#if FP4
+#include "fp4_keys.cuh"
+#endif
 
 namespace hisparse {
 
@@ -45,8 +49,8 @@ constexpr int TEAMS = 2, TEAM_THREADS = 128 * TEAMS;
 constexpr int LISTERS = GROUP, LISTER_THREADS = 32 * LISTERS;
 constexpr int PROMPT_THREADS = TEAM_THREADS + LISTER_THREADS + 128;  // registers are given and taken by four warps
 constexpr int ALL_TEAMS = 1;                                         // a named barrier
-constexpr int KEY_ROW = 4 * WORDS + (KEY_BYTES == 1 ? 4 : 0);
-constexpr int KEY_WORDS = KEY_BYTES == 1 ? WORDS + 1 : WORDS + 4;  // from one key to the next in shared memory
+constexpr int KEY_ROW = FP4 ? DIM / 2 + 4 : 4 * WORDS + (KEY_BYTES == 1 ? 4 : 0);
+constexpr int KEY_WORDS = FP4 ? KEY_ROW / 4 : KEY_BYTES == 1 ? WORDS + 1 : WORDS + 4;  // from one key to the next in shared memory
 constexpr int PAGE_BYTES = PAGE_TOKENS * KEY_ROW, PAGE_COPIES = KEY_BYTES == 1 ? 1 : PAGE_TOKENS;
 constexpr int SCORE_STRIDE = TEAMS * PAGE_TOKENS + 4;  // of a token: lanes of a warp write to banks of their own
 constexpr int HEADS_AHEAD = KEY_BYTES == 1 ? 4 : 1;  // whose queries a thread reads together
@@ -219,6 +223,14 @@ struct Scorer {
         await_phase(shared_address(s.full + at % STAGES), at / STAGES & 1);
         const u32* const near = s.pages[at % STAGES] + (16 * warp + g) * KEY_WORDS;
         const u32* const far = near + 8 * KEY_WORDS;
+#if FP4
+        keys.scales.x = decode_quarter(near, t, [&](int step, u32 first, u32 second) {
+            keys.a[step][0] = first, keys.a[step][2] = second;
+        });
+        keys.scales.y = decode_quarter(far, t, [&](int step, u32 first, u32 second) {
+            keys.a[step][1] = first, keys.a[step][3] = second;
+        });
+#else
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -228,6 +240,7 @@ struct Scorer {
             }
 #if KEY_BYTES == 1
         keys.scales = make_float2(__uint_as_float(near[WORDS]), __uint_as_float(far[WORDS]));
+#endif
 #endif
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(shared_address(s.empty + at % STAGES));

@@ -563,8 +563,6 @@ def tiny(run_dir: Path) -> Path:
         ("--host-mem 1MB --gpu-mem 2GB --context 16k", 5, "--context=16384: not one request of this length fits", ""),
         ("--host-mem 1KB --gpu-mem 2GB --context 1k", 8, "--host-mem=1KB: one host page needs 114688 bytes",
          "--host-mem 2MB --gpu-mem 2GB --context 1k"),
-        ("--host-mem 1GB --gpu-mem 2GB --context 1k --kv-dtype fp4", 8, "--kv-dtype=fp4: no kernel of a GPU",
-         "--host-mem 1GB --device-mem 1GB --context 1k --kv-dtype fp4"),
         ("--host-mem 1GB --gpu-mem 2GB --context 1k --kv-dtype fp9", 8, "--kv-dtype=fp9: unknown value (use one",
          "--host-mem 1GB --gpu-mem 2GB --context 1k --kv-dtype fp8"),
         ("--host-mem 1GB --gpu-mem 2GB --context 1k --hot-size-classes 64", 8, "--hot-size-classes=64: a step selects "

@@ -19,6 +19,7 @@ from protocol.units import PAGE_TOKENS
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
+from worker.runners import attention as mla
 from worker.runners.checkpoint import geometry_of
 from worker.runners.prompt import PromptBlock
 from worker.runners.tiny import FAMILIES, tiny_config
@@ -163,3 +164,13 @@ def test_latents_of_four_bits_use_the_range_of_their_scales(checkpoint: Path) ->
     kept, held = slab_rows(rig)[0], slab_rows(exact)[0]
     assert float((kept[:, :64] / scale - held[:, :64]).norm() / held[:, :64].norm()) < 0.15
     assert bool((kept[:, 64:] - held[:, 64:]).abs().le(held[:, 64:].abs() / 16 + 2.0**-10).all())
+
+
+def test_products_with_a_latent_scale_take_one_call() -> None:
+    """As on a GPU: into memory that lies apart, whatever it held."""
+    draw = torch.Generator().manual_seed(1)
+    first, second = torch.randn(3, 5, 4, generator=draw), torch.randn(3, 4, 6, generator=draw)
+    whole = torch.full((5, 3, 8), torch.nan)
+    mla._multiply(first, second, 8.0, whole[..., :6].transpose(0, 1))
+    assert torch.equal(whole[..., :6].transpose(0, 1), 8 * torch.bmm(first, second))
+    assert whole[..., 6:].isnan().all()
