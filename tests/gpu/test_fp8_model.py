@@ -14,11 +14,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.gpu.syncs import no_syncs  # noqa: E402
-from tests.support.prompts import launch_prompt  # noqa: E402
+from tests.support.prompts import TEXT, launch_prompt  # noqa: E402
 from tests.support.router_bytes import with_exact_routers  # noqa: E402
 from tests.support.runner_rig import Rig  # noqa: E402
 from tests.worker.weights.test_modules import WHOLE  # noqa: E402
-from worker.runners import transformers_dsa  # noqa: E402
 from worker.runners.base import StepOutputs  # noqa: E402
 from worker.runners.synthetic import synthetic_runner  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
@@ -28,7 +27,6 @@ from worker.weights.layout import weights_bytes  # noqa: E402
 from worker.weights.modules import BlockLinear  # noqa: E402
 from worker.weights.synth import published_config  # noqa: E402
 
-TEXT = list(Path(transformers_dsa.__file__).read_bytes())
 ROWS = 4
 #: float32: tokens may differ only where the CPU's two best logits are closer (of order 5).
 TIE_BOUND = 1e-3
@@ -105,7 +103,7 @@ def test_no_launch_waits_for_the_device(checkpoints: dict[str, Path]) -> None:
     rig = rig_of(runner, "cuda")
     rig.open(0, TEXT[:600], hot_slots=128)
     rig.decode([0], rows=ROWS)
-    tokens = torch.tensor(TEXT[:64], device="cuda")
+    tokens = torch.tensor(list(TEXT[:64]), device="cuda")
     step, one = rig._steps[ROWS], StepOutputs.allocate(1, runner.info.vocab_size, keep_logits=True, device="cuda")
     with no_syncs():
         launch_prompt(runner, rig.streams, rig.state, rig.sampler, 0, tokens, 0, one)

@@ -19,18 +19,16 @@ if not torch.cuda.is_available():
 from kernels.state import StepBatch  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.support.oracle_rig import run_oracle  # noqa: E402
-from tests.support.prompts import launch_prompt  # noqa: E402
+from tests.support.prompts import TEXT, launch_prompt  # noqa: E402
 from tests.support.runner_rig import Rig  # noqa: E402
 from worker.device.passes import PassUnit  # noqa: E402
 from worker.group.exchange import Alike  # noqa: E402
-from worker.runners import transformers_dsa  # noqa: E402
 from worker.runners.base import PromptPart, StepOutputs  # noqa: E402
 from worker.runners.sampling import sample  # noqa: E402
 from worker.runners.synthetic import synthetic_config, synthetic_runner  # noqa: E402
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
 from worker.runners.transformers_dsa import TransformersRunner  # noqa: E402
 
-TEXT = Path(transformers_dsa.__file__).read_bytes() * 2
 ROWS = 4
 #: float32: tokens may differ only where generate()'s two best logits are closer (of order 5).
 TIE_BOUND = 1e-3

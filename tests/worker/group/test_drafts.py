@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import torch
 
-import worker.oracle
 from kernels.state import DeviceState, StepBatch
 from protocol.settings import WorkerSettings
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.drafting_rig import WRONG
 from tests.support.group_rig import Ask
 from tests.support.history import in_turn
+from tests.support.prompts import TEXT
 from tests.support.thread_ranks import run_ranks
 from tests.support.worker_rig import Rig
 from worker.runners import invariance
@@ -24,7 +24,6 @@ from worker.runners.base import DraftRows, DraftRunner, SamplerState
 from worker.runners.tiny import FAMILIES
 from worker.streams import Streams
 
-TEXT = Path(worker.oracle.__file__).read_bytes()
 DRAFTS = 2
 SETTINGS = WorkerSettings(
     seats=4,

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
-import worker.oracle
 from protocol.settings import WorkerSettings
 from tests.support.group_rig import Ask, Drawn, GroupRig
 from tests.support.history import in_turn
 from tests.support.once import made_once
 from tests.support.oracle_rig import run_oracle
 from tests.support.pairwise import pairwise
+from tests.support.prompts import TEXT
 from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
 
 pytestmark = [pytest.mark.group, pytest.mark.process, pytest.mark.timeout(1_200)]
@@ -40,7 +40,6 @@ WHOLE = {("glm-5", 1), ("deepseek-v3.2", 2), ("deepseek-v3.2", 3)}
 EACH_RUN = {("deepseek-v3.2", 2), ("glm-5", 4)}
 #: Ranks of models in which one layer with experts follows another; fewer ranks have models of two layers.
 DEEP_FROM = 4
-TEXT = Path(worker.oracle.__file__).read_bytes()
 SETTINGS = WorkerSettings(
     seats=4,
     hot_size_classes=(64, 128, 256),

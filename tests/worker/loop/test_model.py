@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 
-import worker.oracle
 from protocol.settings import WorkerSettings
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.fakes.coordinator import Life
 from tests.support.history import in_turn
 from tests.support.oracle_rig import run_oracle
 from tests.support.pairwise import pairwise
+from tests.support.prompts import TEXT
 from tests.support.worker_rig import Logits, Rig
 from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import TransformersRunner
@@ -38,7 +38,6 @@ SETTINGS = WorkerSettings(
     device_mem="32MiB",
     deterministic=True,
 )
-TEXT = Path(worker.oracle.__file__).read_bytes()
 PROMPTS = (TEXT[:300], TEXT[700:770], TEXT[1_000:1_500])
 
 

@@ -26,6 +26,7 @@ from protocol.messages import NO_HOT_BUFFER, Released, Report
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, TOPK, FakeRunner
 from tests.support.kernel_rig import Rig as KernelRig
+from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig as RunnerRig
 from tests.support.worker_rig import Rig
 from worker.device.hot_buffer import HotBuffer
@@ -432,7 +433,7 @@ def test_prompt_topk_equals_a_step_of_its_last_token(tmp_path: Path, gathered: b
         gathered_prefill=gathered,
         after_index_topk=lambda group, batch, topk: seen.__setitem__(group, set(topk[0].tolist())),
     )
-    prompt = list(Path(__file__).read_bytes()[:200])
+    prompt = list(TEXT[:200])
     rig = RunnerRig(runner, seats=2, context_tokens=256)
     rig.open(0, prompt, hot_slots=64)
     last = [set(row) for row in rig.warm_start.tolist()]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import worker.oracle
 from kernels.row_format import latent_exponent
 from kernels.rows import read_slab_rows
 from kernels.state import DeviceState
@@ -18,6 +17,7 @@ from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
 from worker.runners.checkpoint import geometry_of
 from worker.runners.prompt import PromptBlock
@@ -25,7 +25,6 @@ from worker.runners.tiny import FAMILIES, tiny_config
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
 
 TOPK, TOKENS, ROWS = 32, 12, 3
-TEXT = Path(worker.oracle.__file__).read_bytes()
 #: Largest error of attended latents of order 1 in float32: of sums over at most TOPK rows.
 BOUND = 1e-5
 

@@ -25,8 +25,9 @@ from protocol.messages import LOGPROBS_MAX, ModelInfo
 from protocol.settings import WorkerSettings
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.oracle_rig import run_oracle
+from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
-from worker.runners import layers, swapping, transformers_dsa
+from worker.runners import layers, swapping
 from worker.runners.checkpoint import geometry_of
 from worker.runners.experts import experts_for
 from worker.runners.invariance import not_apart, remedies, rows_apart
@@ -39,7 +40,6 @@ from worker.streams import make_streams
 #: Greedy tokens may differ only where generate()'s own two best logits are closer (fp32, logits of order 5).
 TIE_BOUND = 1e-3
 BATCH_ROWS = 5
-TEXT = Path(transformers_dsa.__file__).read_bytes() * 2
 
 
 @pytest.fixture(scope="session")
