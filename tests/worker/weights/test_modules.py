@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kernels.block_fp8 import decode_blocks
 from kernels.block_weight import BLOCK, BlockFp8
 from tests.kernels.test_block_fp8 import draw
+from tests.support.history import dealt
 from tests.support.runner_rig import Rig
 from tests.worker.runners.test_synthetic import MIXED, SMALL
 from worker.families.base import TensorSpec
@@ -189,8 +190,7 @@ def test_model_of_either_products_holds_the_same_bytes(family: str, monkeypatch:
     assert held[0] == held[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("draft_tokens", [0, 1])
+@pytest.mark.parametrize(("family", "draft_tokens"), dealt(FAMILIES, (0, 1)))
 def test_products_are_prepared_in_the_forms_that_a_model_takes_alone(
     family: str, draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
