@@ -11,6 +11,8 @@ JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? cores + 2 : 4)))
 PART ?= auto
 PARALLEL = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=load --maxschedchunk=1
 APART := not compose and not guide and not upgrade and not cluster
+# What outlives a clone: compiled kernels (tests/support/kept_kernels.py), and what mypy has found, by content.
+KEPT := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hisparse-tests
 # Processes that tests start would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 CHECKED := $(addprefix tests/,house protocol basics metrics coordinator worker/link worker/pool worker/transfer)
@@ -124,7 +126,7 @@ style: $(STAMP)
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	MYPY_CACHE_DIR="$(KEPT)/mypy" $(BIN)/mypy
 
 # Pages and dashboards that declarations in the code say: commands, settings, metrics.
 docs: $(STAMP)
@@ -141,4 +143,4 @@ bench: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}/hisparse-tests"
+	rm -rf "$(KEPT)"

@@ -28,7 +28,7 @@ from kernels.cuda import launch, quantize
 from kernels.cuda.jit import SOURCE_DIR, Compiled, Defines, included
 from kernels.state import DeviceState
 from protocol.errors import InternalError
-from tests.support.kept_kernels import digest, kept
+from tests.support.kept_kernels import digest, kept, sources_key
 
 COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
 HERE: Final = Path(__file__).parent
@@ -67,7 +67,7 @@ def library(unit: str, defines: Defines, edits: tuple[Edit, ...] = ()) -> ctypes
     """Headers of the kernels and of this folder, compiled together. InternalError with the compiler's words if not."""
     sources = sources_of(unit, edits)
     flags = [*FLAGS, *(f"-D{key}={value}" for key, value in defines)]
-    key = digest(compiler_version(), *flags, *sources, *sources.values())
+    key = digest(compiler_version(), *FLAGS, *sources_key(sources, defines))
     built = kept(f"{unit}-emulated", key, partial(build, unit, sources, flags))
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(built.cubin)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import history
-from tests.support.history import COMMITS_VARIABLE, SEEDS, count_commits, first_parent_commits, header, seeds_of
+from tests.support.history import COMMITS_VARIABLE, SEEDS, count_commits, dealt, first_parent_commits, header, seeds_of
 
 
 def git(root: Path, *arguments: str) -> None:
@@ -52,6 +52,16 @@ def test_folder_that_is_no_repository_of_its_own_has_no_history(repository: Path
 def test_machine_without_git_has_no_history(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert count_commits(repository) is None
+
+
+def test_dealt_pairs_all_meet_within_as_many_commits_as_there_are_partners(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for commits in range(3):
+        monkeypatch.setattr(history, "first_parent_commits", lambda commits=commits: commits)
+        runs.append(dealt("abcd", (1, 2, 3)))
+    assert runs[1] == [("a", 2), ("b", 3), ("c", 1), ("d", 2)]
+    assert all([value for value, _ in run] == [*"abcd"] and {it for _, it in run} == {1, 2, 3} for run in runs)
+    assert len({pair for run in runs for pair in run}) == 12
 
 
 @pytest.mark.parametrize("counted", [None, 7])

@@ -14,7 +14,7 @@ import pytest
 from kernels.cuda import jit
 from tests.emulated import device
 from tests.support import kept_kernels
-from tests.support.kept_kernels import KEPT_BYTES, KEPT_DAYS, folder, kept, prune, unit_key
+from tests.support.kept_kernels import KEPT_BYTES, KEPT_DAYS, folder, kept, prune, sources_key, unit_key
 
 #: Of what hangs.
 LIMIT_S: Final = 60.0
@@ -43,10 +43,10 @@ def built(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def change_a_header(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """One more line in a header that all units include."""
+    """One more declaration in a header that all units include."""
     directory.mkdir()
     for path in jit.SOURCE_DIR.glob("*.cuh"):
-        (directory / path.name).write_bytes(path.read_bytes() + b"\n" * (path.name == "layout.cuh"))
+        (directory / path.name).write_bytes(path.read_bytes() + b"struct More;\n" * (path.name == "layout.cuh"))
     monkeypatch.setattr(jit, "SOURCE_DIR", directory)
     monkeypatch.setattr(device, "SOURCE_DIR", directory)
 
@@ -54,7 +54,7 @@ def change_a_header(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 def change_own_header(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     directory.mkdir()
     for name in ("cuda.hpp", "ptx.cuh"):
-        (directory / name).write_text((device.HERE / name).read_text() + "\n" * (name == "cuda.hpp"))
+        (directory / name).write_text((device.HERE / name).read_text() + "struct More;\n" * (name == "cuda.hpp"))
     monkeypatch.setattr(device, "HERE", directory)
 
 
@@ -86,11 +86,22 @@ def test_emulated_kernel_is_built_anew_when_an_input_changes(
 @pytest.mark.skipif(device.COMPILER is None, reason="needs g++")
 def test_emulated_kernels_of_other_units_defines_and_edits_are_others(built: list[str]) -> None:
     device.library("seat", ())
-    device.library("seat", (("ROW_BYTES", 1),))
     device.library("rows", ())
+    device.library("rows", (("INDEX_ROW_BYTES", 1),))
     device.library("swap_in", ())
     device.library("swap_in", (), (("    open_gate(&s.chosen);", "    "),))
     assert len(built) == 5
+
+
+def test_key_holds_when_comments_change_or_defines_that_no_code_names() -> None:
+    code = '#include "a.cuh"\n  int a = SIZE;  // SHAPE\n/* of two\nlines */\n\nconst char* b = "/* // " ;\n'
+    bare = '#include "a.cuh"\n  int a = SIZE;\nconst char* b = "/* // " ;\n'
+    key = sources_key({"unit": code}, (("SIZE", 1), ("SHAPE", 2)))
+    assert key == sources_key({"unit": code + "// more\n"}, (("SIZE", 1), ("SHAPE", 3)))
+    assert [line.split() for line in key[-1].splitlines() if line.strip()] == [it.split() for it in bare.splitlines()]
+    assert key != sources_key({"unit": code}, (("SIZE", 2),))
+    assert key != sources_key({"unit": code.replace("int a", "int c")}, (("SIZE", 1),))
+    assert key != sources_key({"unit": code.replace('"/* // "', '"/* /* "')}, (("SIZE", 1),))
 
 
 def test_unit_has_another_key_when_a_header_or_its_compilation_changes(
@@ -163,5 +174,7 @@ def test_old_files_and_the_oldest_of_too_many_are_removed(tmp_path: Path) -> Non
         with (tmp_path / name).open("wb") as file:
             file.truncate(size)
         os.utime(tmp_path / name, (now - age_days * day_s,) * 2)
+    (tmp_path / "mypy").mkdir()
+    os.utime(tmp_path / "mypy", (0.0, 0.0))
     prune(tmp_path, now)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "mypy", "second"]

@@ -16,7 +16,7 @@ import pytest
 from protocol.arrays import Int32Array
 from protocol.units import PAGE_TOKENS
 from tests.emulated.device import FLAGS, build, compiler_version, sources_of
-from tests.support.kept_kernels import digest, kept
+from tests.support.kept_kernels import digest, kept, sources_key
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 
@@ -75,7 +75,7 @@ def library() -> ctypes.CDLL:
     sources = sources_of("prompt_merge", source=UNIT)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "unit.so"
-        key = digest(compiler_version(), *FLAGS, *sources, *sources.values())
+        key = digest(compiler_version(), *FLAGS, *sources_key(sources, ()))
         built = kept("prompt_list-emulated", key, partial(build, "prompt_merge", sources, list(FLAGS)))
         path.write_bytes(built.cubin)
         return ctypes.CDLL(str(path))

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 from tests import ROOT
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 #: Seeds of the simulated cluster that one run of the suite takes; the next commit takes the ones behind them.
 SEEDS: Final = 250
@@ -51,6 +52,15 @@ def seeds_of(commits: int | None, count: int = SEEDS) -> range:
 def in_turn(values: Sequence[T]) -> T:
     """Return this commit's of `values`; the next commit has the next one."""
     return values[(first_parent_commits() or 0) % len(values)]
+
+
+def dealt(values: Sequence[T], partners: Sequence[U]) -> list[tuple[T, U]]:
+    """Return each of `values` with one of `partners`; the next commit has each with the next one.
+
+    All pairs come within len(partners) commits. Where there are as many values or more, each commit has all partners.
+    """
+    first = first_parent_commits() or 0
+    return [(value, partners[(first + place) % len(partners)]) for place, value in enumerate(values)]
 
 
 def header(commits: int | None) -> str:

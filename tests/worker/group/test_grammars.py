@@ -12,8 +12,9 @@ import pytest
 from protocol.messages import Sampling
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.group_rig import HELD, LATE, Ask, Drawn, GroupRig
+from tests.support.prompts import TEXT
 from tests.support.reference_draws import Judge
-from tests.worker.group.test_ranks import SETTINGS, TEXT
+from tests.worker.group.test_ranks import SETTINGS
 
 pytestmark = [pytest.mark.group, pytest.mark.process, pytest.mark.timeout(600)]
 

@@ -21,9 +21,10 @@ from protocol.messages import NO_HOT_BUFFER
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.group_rig import LIMIT_S, Ask, GroupRig
 from tests.support.history import first_parent_commits, seeds_of
+from tests.support.prompts import TEXT
 from tests.support.thread_ranks import Ran, run_ranks
 from tests.support.worker_rig import Rig
-from tests.worker.group.test_ranks import SETTINGS, TEXT
+from tests.worker.group.test_ranks import SETTINGS
 from tests.worker.loop.test_fences import lagging, simulated
 from worker.device.passes import NOT_SPLIT, PARTS_MAX
 from worker.group.agreement import Round

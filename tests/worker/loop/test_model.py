@@ -14,7 +14,7 @@ import torch
 from protocol.settings import WorkerSettings
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.fakes.coordinator import Life
-from tests.support.history import in_turn
+from tests.support.history import dealt, in_turn
 from tests.support.oracle_rig import run_oracle
 from tests.support.pairwise import pairwise
 from tests.support.prompts import TEXT
@@ -38,6 +38,7 @@ SETTINGS = WorkerSettings(
     device_mem="32MiB",
     deterministic=True,
 )
+SIZES = ((64, 64, 64), (256, 256, 256), (128, 0, 64))
 PROMPTS = (TEXT[:300], TEXT[700:770], TEXT[1_000:1_500])
 
 
@@ -135,7 +136,7 @@ def resident(path: Path) -> tuple[list[list[int]], Logits, int]:
     return run(path, (0, 0, 0))
 
 
-@pytest.mark.parametrize("sizes", [(64, 64, 64), (256, 256, 256), (128, 0, 64)], ids=str)
+@pytest.mark.parametrize(("checkpoint", "sizes"), dealt(FAMILIES, SIZES), indirect=["checkpoint"])
 def test_hot_sizes_change_no_token_or_bit(checkpoint: Path, sizes: tuple[int, ...]) -> None:
     tokens, logits, misses = run(checkpoint, sizes)
     assert misses > 0

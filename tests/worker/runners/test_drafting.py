@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from protocol.errors import BadInput, ConfigError, InternalError
 from protocol.messages import ModelInfo
 from tests.support.checkpoints import DRAFTING
+from tests.support.history import dealt
 from tests.support.runner_rig import Rig
 from worker.runners import tiny_weights
 from worker.runners.base import PromptPart
@@ -140,10 +141,10 @@ def stepped(rig: Rig, known: list[list[int]]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("family", DRAFTING)
-@pytest.mark.parametrize(("hot_slots", "pass_tokens"), [(0, PROMPT), (64, 64)])
-def test_drafts_of_steps_are_those_of_the_library(family: str, hot_slots: int, pass_tokens: int) -> None:
+@pytest.mark.parametrize(("family", "sizes"), dealt(DRAFTING, ((0, PROMPT), (64, 64))))
+def test_drafts_of_steps_are_those_of_the_library(family: str, sizes: tuple[int, int]) -> None:
     """The prompt's rows are the layer's too: the first step attends to little else."""
+    hot_slots, pass_tokens = sizes
     pair = pair_of(family)
     rig, known = opened(pair, hot_slots=hot_slots, pass_tokens=pass_tokens)
     for _ in range(STEPS):

@@ -17,6 +17,7 @@ from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.history import dealt
 from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
 from worker.runners import attention as mla
@@ -49,7 +50,9 @@ def run(runner: TransformersRunner, hot_slots: int) -> tuple[Rig, Tensor]:
     return rig, torch.stack(logits)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "fp4"])
+@pytest.mark.parametrize(
+    ("checkpoint", "kv_dtype"), dealt(FAMILIES, ("bfloat16", "fp8", "fp4")), indirect=["checkpoint"]
+)
 def test_hot_sizes_change_no_bit(checkpoint: Path, kv_dtype: str) -> None:
     runner = runner_of(checkpoint, kv_dtype)
     _, expected = run(runner, 0)
@@ -92,7 +95,9 @@ def e4m3(code: int) -> float:
     return -size if sign else size
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "fp8", "fp4"])
+@pytest.mark.parametrize(
+    ("checkpoint", "kv_dtype"), dealt(FAMILIES, ("float32", "fp8", "fp4")), indirect=["checkpoint"]
+)
 def test_both_forms_of_prefill_agree(checkpoint: Path, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered, as on a GPU, and expanded. In fp8 near-ties of index scores may fall either way. In float32 three rows
     of this prompt are that near; sharp attention magnifies rounding fourfold in each layer, how far is the processor's

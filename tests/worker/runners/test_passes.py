@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from protocol.settings import WorkerSettings
 from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS, pages_for
 from tests.support.checkpoints import DRAFTING
 from tests.support.fakes.hash_runner import FakePass
+from tests.support.history import dealt
 from tests.support.prompts import launch_layers
 from tests.support.runner_rig import Rig
 from tests.worker.runners.test_drafting import pair_of, random_prompt
@@ -48,6 +49,9 @@ FILLED = 0xFF
 
 forms = pytest.mark.parametrize("gathered", [False, True], ids=["expanded", "gathered"])
 families = pytest.mark.parametrize("family", FAMILIES)
+families_and_forms = pytest.mark.parametrize(("family", "gathered"), dealt(FAMILIES, (False, True)))
+#: Form, layer at which a part leaves, and the part.
+LEAVING = [*product((False, True), range(3), range(3))]
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,7 @@ def uneven(rows: int, chance: random.Random) -> list[int]:
 # ---------------------------------------------------------------- units
 
 
-@families
-@forms
+@families_and_forms
 def test_units_of_any_sizes_give_the_pass_of_one_unit_a_layer(family: str, gathered: bool) -> None:
     """Also where a layer takes the selection of another layer in other blocks than that had."""
     one, cut, chance = Prompts(family, gathered=gathered), Prompts(family, gathered=gathered), random.Random(7)
@@ -182,8 +185,7 @@ def same_positions(cut: Prompts, one: Prompts) -> Callable[[Tensor, Tensor], boo
     return torch.equal
 
 
-@families
-@forms
+@families_and_forms
 def test_several_passes_give_the_rows_of_one(family: str, gathered: bool) -> None:
     """Two are open at once, layer by layer: the second reads what the first has written."""
     one, two = Prompts(family, gathered=gathered), Prompts(family, gathered=gathered)
@@ -216,8 +218,7 @@ def test_block_is_written_when_its_listener_is_called(gathered: bool) -> None:
 # ---------------------------------------------------------------- parts
 
 
-@families
-@forms
+@families_and_forms
 def test_packed_prompts_are_those_of_each_alone(family: str, gathered: bool) -> None:
     """One is behind a cached prefix, one ends in a later pass, one is shorter than the top-k's pages."""
     apart, packed, chance = Prompts(family, gathered=gathered), Prompts(family, gathered=gathered), random.Random(3)
@@ -237,12 +238,10 @@ def test_packed_prompts_are_those_of_each_alone(family: str, gathered: bool) -> 
         assert_alike(result, wanted[seat])
 
 
-@families
-@forms
-@pytest.mark.parametrize("layers", [0, 1, 2])
-@pytest.mark.parametrize("leaver", [0, 1, 2])
-def test_part_that_left_is_neither_read_nor_written(family: str, gathered: bool, layers: int, leaver: int) -> None:
+@pytest.mark.parametrize(("leaving", "family"), dealt(LEAVING, FAMILIES))
+def test_part_that_left_is_neither_read_nor_written(leaving: tuple[bool, int, int], family: str) -> None:
     """The part leaves within a layer, and between a layer that selects and one that shares the selection."""
+    gathered, layers, leaver = leaving
     apart, packed = Prompts(family, gathered=gathered), Prompts(family, gathered=gathered)
     prompts = packed.begin((0, 0, 230), (1, 0, 40), (2, 0, 150))
     for layer in range(packed.runner.info.layers):

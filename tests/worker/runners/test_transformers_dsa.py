@@ -116,7 +116,7 @@ def greedy(rig: Rig, seat: int, prompt: Sequence[int], hot_slots: int, tokens: i
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(checkpoints: dict[str, Path], family: str) -> None:
     """A prompt of some thousand tokens, top-k below 1/16 of it, 64 new tokens, a hot buffer of 1/8."""
-    prompt, tokens = prompt_of(2_100), 64
+    prompt, tokens = prompt_of(2_100, 7_000), 64
     rig = Rig(runner_of(checkpoints[family]), seats=1, context_tokens=len(prompt) + tokens)
     ours, _ = greedy(rig, 0, prompt, 256, tokens)
     job = {"model": str(checkpoints[family]), "prompts": [{"tokens": prompt, "max_new_tokens": tokens}]}

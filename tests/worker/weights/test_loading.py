@@ -14,6 +14,7 @@ from torch import Tensor
 
 from protocol.errors import ConfigError
 from tests.support.checkpoints import DRAFTING, tiny_checkpoint
+from tests.support.history import dealt
 from tests.support.router_bytes import with_exact_routers
 from worker.runners.checkpoint import geometry_of, read_dimensions
 from worker.runners.tiny import FAMILIES, tiny_config, write_tiny_checkpoint
@@ -67,8 +68,7 @@ def rewrite(path: Path, name: str, change: Callable[[dict[str, Tensor]], None]) 
     return file
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "dtype"), dealt(FAMILIES, (torch.float32, torch.bfloat16)))
 def test_plain_checkpoints_load_as_by_the_library(plain: dict[str, Path], family: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -280,8 +280,7 @@ def test_a_wrong_draft_layer_is_refused_where_it_is_asked_for(
         load(copied, draft_layer=True)
 
 
-@pytest.mark.parametrize("family", DRAFTING)
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("family", "fp8"), dealt(DRAFTING, (False, True)))
 def test_synthetic_repository_has_a_draft_layer(
     tmp_path: Path, family: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
