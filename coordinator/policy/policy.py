@@ -478,9 +478,9 @@ class _Plan:
             if worker.hot_floor is None or not worker.takes:
                 continue
             self._probe(worker)
-            below = [(it, size) for it in self._resizable(worker) if (size := size_at_floor(it, worker)) is not None]
-            below = [(it, size) for it, size in below if it.request_index != worker.probed]
-            below = [(it, size) for it, size in below if it.request_index not in self.placement_table.starving]
+            others = {worker.probed, *self.placement_table.starving}
+            managed = (entry for entry in self._resizable(worker) if entry.request_index not in others)
+            below = [(entry, size) for entry in managed if (size := size_at_floor(entry, worker)) is not None]
             starving = (it for it in self.placement_table.starving.values() if it.worker == worker.name)
             if not any(it.hot.hot_slots == RESIDENT for it in starving):
                 below = self._raise_to_floor(worker, below)
