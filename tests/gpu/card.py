@@ -92,6 +92,7 @@ def plan() -> list[Step]:
         measured("attention", "attention --budget-seconds 60", 90, "attention.json"),
         measured("attention-sinks", "attention --sinks --budget-seconds 60", 90, "sinks.json"),
         measured("index_topk", "index_topk --budget-seconds 60", 90, "index_topk.json"),
+        measured("prompt_index", "prompt_index", 90, "prompt_index.json"),
         measured("swap_in-rows", rows, 90, "swap_in.json"),
         measured("host_pool", "host_pool --gib 12 48", 120),
         *racechecks(),
