@@ -99,9 +99,10 @@ def e4m3(code: int) -> float:
     ("checkpoint", "kv_dtype"), dealt(FAMILIES, ("float32", "fp8", "fp4")), indirect=["checkpoint"]
 )
 def test_both_forms_of_prefill_agree(checkpoint: Path, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered, as on a GPU, and expanded. In fp8 near-ties of index scores may fall either way. In float32 three rows
-    of this prompt are that near; sharp attention magnifies rounding fourfold in each layer, how far is the processor's
-    affair, and no row of order 6 moves by a thousandth."""
+    """Gathered, as on a GPU, and expanded. In fp8 near-ties of index scores may fall either way. In fp4 a value that
+    rounds the other way moves by a third, by which 11 to 40 of 1,200 rows moved in five prompts of A.X-K2. In float32
+    three rows of this prompt are near ties; sharp attention magnifies rounding fourfold in each layer, how far is the
+    processor's affair, and no row of order 6 moves by a thousandth."""
     expanded = runner_of(checkpoint, kv_dtype)
     gathered = TransformersRunner(expanded._layers.model, expanded.info, expanded.geometry, gathered_prefill=True)
     selected = [record_selections(runner, monkeypatch) for runner in (expanded, gathered)]
@@ -109,7 +110,7 @@ def test_both_forms_of_prefill_agree(checkpoint: Path, kv_dtype: str, monkeypatc
     rows = [slab_rows(rig) for rig in (theirs, ours)]
     moved = (rows[0] - rows[1]).abs().amax(-1)
     far = moved > {"float32": 1e-4, "fp8": 0.5, "fp4": 2.0}[kv_dtype]
-    assert int(far.sum()) <= far.numel() // 100
+    assert int(far.sum()) <= far.numel() // (10 if kv_dtype == "fp4" else 100)
     if kv_dtype == "float32":
         differ = (torch.stack(selected[0]) != torch.stack(selected[1])).any(-1)
         assert differ.shape == (expanded.geometry.groups, 300)
