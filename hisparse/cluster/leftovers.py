@@ -1,4 +1,4 @@
-"""What an earlier start has left: unfinished requests in the journal, of which model, and what can be done with them;
+"""Leftovers of an earlier start: unfinished requests in the journal, of which model, and what can be done with them;
 sockets of processes that were killed."""
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class ProgressWatch:
         self._turns = Turns(LOOKS_MAX, LOOKS_PER_KEY)
 
     async def of(self, request_id: str, key: KeyOwner) -> RequestProgress:
-        """Of a request whose id its client chose: other ids of an owner are not known here. Raises NotFound or
+        """Look up a request whose id its client chose: other ids of an owner are not known here. Raises NotFound or
         Unavailable."""
         known = scoped_id(request_id, key.scope)
         if len(known) > NAME_CHARS_MAX:

@@ -60,8 +60,8 @@ SHARED_KIB_LEAST: Final = 99  # every other one from sm_80 on
 
 @dataclass(frozen=True)
 class Indexer:
-    """What index_scores is compiled for. `query_bytes` 4 or 2: float32 or bfloat16; `key_bytes` of a value in products,
-    1: e4m3, which keys in fp8 are, and in fp4, `codes`, become."""
+    """A form of index_scores. `query_bytes`: 4 for float32, 2 for bfloat16; `key_bytes` of a value in products: 1 for
+    e4m3, which keys in fp8 are and keys in fp4 (`codes`) become."""
 
     heads: int
     dim: int

@@ -203,8 +203,8 @@ def normed_pair(line, own, mate, weight, bias, eps, DIM: tl.constexpr, DIM_PADDE
 
 @triton.jit
 def places_of(lane, FIRST: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of values `lane` of a result: whether angles rotate them, the pair, whether they are its first, and the places of
-    both values that they come from."""
+    """Return of values `lane` of a result whether angles rotate them, the pair, whether they are its first, and the
+    places of both values that they come from."""
     is_turned = (lane >= FIRST) & (lane < FIRST + 2 * HALF)
     half = tl.where(is_turned, lane - FIRST, 0) % HALF
     is_low = lane < FIRST + HALF

@@ -103,7 +103,7 @@ def test_scales_of_a_key_count_for_their_own_values() -> None:
 
 
 def test_a_group_far_below_the_largest_adds_nothing() -> None:
-    """As the kernel says: less than 2**-11 of the key's largest value is 0."""
+    """Values below 2**-11 of the key's largest are 0, as the kernel says."""
     keys = torch.zeros(SEATS * PAGES * PAGE_TOKENS, DIM)
     keys[:, 0], keys[:, 33], keys[:, 65], keys[:, 97] = 4.0, 4 * 2.0**-11, 4 * 2.0**-12, 4 * 2.0**-40
     case = Case("fp4", 32, keys, (200,))

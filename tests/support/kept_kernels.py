@@ -60,7 +60,7 @@ def unit_key(unit: str, defines: Defines, arch: str) -> str:
 
 
 def sources_key(sources: Mapping[str, str], defines: Defines) -> list[str]:
-    """What of `sources`, by their names, and of `defines` a compiler heeds: code, and defines that the code names.
+    """Return the parts of `sources`, by their names, and of `defines` that a compiler heeds: code, and names in it.
 
     No line numbers are compiled in.
     """

@@ -206,7 +206,7 @@ async def decode_all(
 
 
 def colocated_outputs(model: Path, run_dir: Path) -> list[list[int]]:
-    """What two workers that do both say of the mixed prompts. Decoded once in a run of the suite for each model."""
+    """Outputs of two workers that do both for the mixed prompts, decoded once in a run of the suite for each model."""
 
     async def run() -> list[list[int]]:
         directory = run_dir / f"both {model.name}"[:40]

@@ -330,8 +330,8 @@ def _join_rows(
     target: RowTarget | None,
     queries: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """In one launch, in fp4 two: KV rows of `down`, where they do not go to `target`; of `queries`, the first is
-    rotated into the second."""
+    """Form KV rows of `down`, in one launch or in fp4 two, and return them where they do not go to `target`. The first
+    of `queries` is rotated into the second."""
     rows, norm = None, attention.kv_a_layernorm
     if target is None:
         rows = _bytes(down, forms.rows)
@@ -418,8 +418,8 @@ def _join_index(
     target: RowTarget | None,
     queries: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """In one launch, in fp4 two: queries and weights of heads, of `queries` and weights [N, S, H, ..] and a scale; and
-    keys of `down`, where they do not go to `target`."""
+    """Form queries and weights of heads, of `queries` and weights [N, S, H, ..] and a scale, and keys of `down`, in one
+    launch or in fp4 two. Keys are returned where they do not go to `target`."""
     keys, norm = None, indexer.k_norm
     if target is None:
         keys = _bytes(down, forms.keys)

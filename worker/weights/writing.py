@@ -38,7 +38,7 @@ QUANTIZATION: Final[dict[str, Any]] = {
 
 
 class TensorSource(Protocol):
-    """Where values come from, by rows `first` to `first + count - 1`; a tensor of one dimension is one row, and a row
+    """A source of values, by rows `first` to `first + count - 1`; a tensor of one dimension is one row, and a row
     of three dimensions is a matrix."""
 
     def plain(self, spec: TensorSpec, first: int, count: int) -> Tensor:

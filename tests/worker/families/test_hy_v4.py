@@ -221,7 +221,7 @@ def runner_facts(model: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("what", ["sinks", "limit", "connections", "gate"])
 def test_each_part_of_the_family_changes_logits(what: str) -> None:
-    """What makes the comparisons above mean something: a model that lacked it would differ by more than they allow."""
+    """The comparisons above mean something: a model that lacked a part would differ by more than they allow."""
     model = random_model(tiny_config("hy4", 32, 1_024), 3, predictable=False)
     for layer in model.model.layers[2:]:
         layer.mlp.experts.gate_up_proj.mul_(8)

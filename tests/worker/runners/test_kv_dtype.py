@@ -173,7 +173,7 @@ def test_latents_of_four_bits_use_the_range_of_their_scales(checkpoint: Path) ->
 
 
 def test_products_with_a_latent_scale_take_one_call() -> None:
-    """As on a GPU: into memory that lies apart, whatever it held."""
+    """Products go into memory that lies apart, whatever it held, as on a GPU."""
     draw = torch.Generator().manual_seed(1)
     first, second = torch.randn(3, 5, 4, generator=draw), torch.randn(3, 4, 6, generator=draw)
     whole = torch.full((5, 3, 8), torch.nan)
