@@ -41,7 +41,7 @@ from benchmarks.rank_floor import BF16_BYTES, Links, floor_ms, parts_of
 from benchmarks.swap_in import machine
 from kernels.block_fp8 import quantize_rows
 from kernels.expert_choice import state_bytes
-from protocol.config_checks import MATMULS, WEIGHT_ONLY
+from protocol.config_checks import KV_DTYPES, MATMULS, WEIGHT_ONLY
 from worker.runners import transformers_dsa
 from worker.runners.synthetic import synthetic_matmul, synthetic_runner
 from worker.runners.transformers_dsa import TransformersRunner
@@ -51,6 +51,7 @@ from worker.weights.synth import published_config
 FAMILY: Final = "deepseek-v3.2"
 CONTEXTS: Final = (32_768, 131_072)
 BATCHES: Final = (1, 16, 64)
+MODES: Final = ("hisparse", "resident")
 #: 1 less the hit rates that are reported: fresh entries of each step's top-k.
 OVERLAPS: Final = (0.99, 0.93, 0.87)
 #: Device memory that graphs, selections and scratch memory of a step take.
@@ -199,6 +200,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rank.json"))
     parser.add_argument("--layers", type=int, default=0, help="0: as published")
     parser.add_argument("--hot-slots", type=int, default=4096)
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="fp8", help="worker.kv_dtype")
+    parser.add_argument("--modes", choices=MODES, nargs="*", default=list(MODES))
     parser.add_argument("--matmul", choices=MATMULS, default=WEIGHT_ONLY, help="worker.matmul")
     parser.add_argument("--pool-gib", type=int, default=64, help="host pool; a power of two")
     parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
@@ -212,7 +215,7 @@ def main() -> None:
     is_quantized = synthetic_matmul(options.matmul, device="cuda", fp8=True).quantizes_rows
     ranks = SynthesisedRanks.draw(config, options.of, ROWS_MOST, "cuda", quantized=is_quantized)
     runner = synthetic_runner(
-        config, kv_dtype="fp8", fp8=True, matmul=options.matmul, collectives=ranks, rows_max=ROWS_MOST
+        config, kv_dtype=options.kv_dtype, fp8=True, matmul=options.matmul, collectives=ranks, rows_max=ROWS_MOST
     )
     weights = sum(runner.weights_bytes().values())
     print(f"weights {weights / 1e9:.1f} GB after {time.monotonic() - began:.1f} s", flush=True)
@@ -227,6 +230,8 @@ def main() -> None:
         "weights_bytes": runner.weights_bytes(),
         "kv_budget_bytes": budget,
         "hot_slots": options.hot_slots,
+        "kv_dtype": options.kv_dtype,
+        "most": {context: most(runner, context, options.hot_slots, budget) for context in CONTEXTS},
         "row_bytes": runner.geometry.row_bytes,
         "index_row_bytes": runner.geometry.index_row_bytes,
         "pool_gib": options.pool_gib,
@@ -238,7 +243,7 @@ def main() -> None:
     command = " ".join(["python", "-m", "benchmarks.rank", *sys.argv[1:]])
     result = {"machine": machine() | {"command": command}, "setting": setting, "rows": rows}
     for cell in cells(runner, options.hot_slots, budget, options.contexts, options.overlaps):
-        if any(asdict(cell).items() <= row.items() for row in rows):
+        if cell.mode not in options.modes or any(asdict(cell).items() <= row.items() for row in rows):
             continue
         if time.monotonic() - began > options.budget_seconds:
             print("out of budget; run again with the same --out for the other cells")

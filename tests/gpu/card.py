@@ -3,7 +3,7 @@
 Benchmarks go one after the other with the card and its host to themselves, then everything else side by side, each step
 with a directory for temporary files and cores of its own. A step whose time is up is killed with all it started. DIR
 gets a line a step in `summary.txt` and, of each, what it printed in `logs.tar.gz`. `--only NAME ...` takes these steps,
-`--list` prints all. Exits with 1 when a step failed or found no time.
+in this order, `--list` prints all. Exits with 1 when a step failed or found no time.
 """
 
 from __future__ import annotations
@@ -55,10 +55,17 @@ class Ended:
         return f"{self.step.name:32} {what:12} {self.seconds:7.1f} s   {self.step.command}"
 
 
+#: Cores of the files that start several processes.
+CORES: Final = {"test_demo": 3, "test_group": 4, "test_kept_weights": 2, "test_takeover": 4, "test_two_gpus": 4}
+
+
 def tests_of(files: Iterable[Path]) -> list[Step]:
     """A step for each file of tests."""
     names = sorted(file.relative_to(ROOT).as_posix() for file in files)
-    return [Step(Path(name).stem, f"python -m pytest -q -p no:xdist --tb=short {name}") for name in names]
+    command = "python -m pytest -q -p no:xdist --tb=short --durations=5"
+    return [
+        Step(Path(name).stem, f"{command} {name}", limit_s=450, cores=CORES.get(Path(name).stem, 1)) for name in names
+    ]
 
 
 def racechecks() -> list[Step]:
@@ -182,14 +189,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.gpu.card", description=__doc__)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--out", type=Path, default=Path("card"))
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these steps")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these steps, in this order")
     parser.add_argument("--list", action="store_true", help="print the steps and end")
     given = parser.parse_args(argv)
     steps = {step.name: step for step in plan()}
     unknown = set(given.only or ()) - steps.keys()
     if unknown:
         parser.error(f"--only {min(unknown)}: no such step; take some of {', '.join(steps)}")
-    chosen = [step for step in steps.values() if not given.only or step.name in given.only]
+    chosen = [steps[name] for name in given.only or steps]
     if given.list:
         for step in chosen:
             print(f"{step.name:32} {'quiet' if step.quiet else '':6} {step.limit_s:4.0f} s   {step.command}")
