@@ -11,6 +11,8 @@ stdin    one JSON object:
            dtype, device   default "float32", "cpu"
            matmul          "w8a8": linear layers and experts with FP8 weights first round their inputs to e4m3, 128
                            values to a scale, where a worker does (default "weight_only")
+           nudge           a number: each value of the embeddings is first changed by about NUDGE of itself, otherwise
+                           for each number. A token that changes hangs on rounding (default: no change)
            prefill_chunk   generate()'s own prefill_chunk_size (default 512; 0: the whole prompt at once). The indexer's
                            scores of a whole prompt take 4 * heads * P**2 bytes: 1 GB at 4,000 tokens and 16 heads
 stdout   one JSON line per prompt, in order, as soon as it is done:
@@ -47,6 +49,8 @@ from transformers.utils import logging
 
 #: Values of a row that share a scale.
 BLOCK = 128
+#: Eight units in the last place of float32: about what other orders of additions amount to behind some layers.
+NUDGE = 1e-6
 
 
 def main() -> int:
@@ -64,6 +68,8 @@ def main() -> int:
     model = model.to(job.get("device", "cpu")).eval()
     if job.get("matmul", "weight_only") == "w8a8":
         round_inputs(model, Path(model_path))
+    if "nudge" in job:
+        nudge(model, job["nudge"])
     if job.get("ignore_eos", False):
         model.generation_config.eos_token_id = None
     for index, (tokens, max_new_tokens) in enumerate(prompts):
@@ -169,6 +175,13 @@ def mixed(module: Any, powers: bool, hidden: torch.Tensor, chosen: torch.Tensor,
         part = (middle @ module.down_proj[expert].T) * shares[tokens, choices, None]
         total.index_add_(0, tokens, part.float())
     return total.to(hidden.dtype)
+
+
+def nudge(model: Any, number: int) -> None:
+    """Change each value of the embeddings by NUDGE of itself times a normal value, the same for the same `number`."""
+    weight = model.get_input_embeddings().weight
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+    weight.data *= (1 + NUDGE * noise).to(weight)
 
 
 @torch.inference_mode()

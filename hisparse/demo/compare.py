@@ -1,10 +1,12 @@
 """Comparison of each request's tokens with those of the model library. Pure.
 
 Both sides decode greedily in float32, but not in the same order of additions: the library expands the latents of the
-whole context and masks, hisparse absorbs and gathers. So a logit may differ in its last bits. Where the library's two
-best logits are closer than that, either token is right. This is the only excuse (`tie_excused`): at the first
-divergence the *oracle's* gap is below the tie bound, and the service's token is the oracle's runner-up. After it the
-two contexts differ, so the rest of that request is neither verified nor a mismatch: it is counted as `unverified`.
+whole context and masks, hisparse absorbs and gathers. So a logit may differ in its last bits, and with an index score
+one of the tokens that are selected. Where rounding decides, either token is right. Two things excuse a request's first
+divergence (`tie_excused`): the *oracle's* gap is below the tie bound, and the service's token is the oracle's
+runner-up; or the oracle says all of the service's tokens up to there once the last bits of its embeddings are changed
+(`nudge` of worker/oracle.py). After a divergence the two contexts differ, so the rest of that request is neither
+verified nor a mismatch: it is counted as `unverified`.
 
 In bfloat16 the order of additions changes the indexer's selection, and with it whole logits. No two programs agree
 token by token there; tests/gpu/test_runner.py compares logits instead.
@@ -44,18 +46,28 @@ class OracleVerdict:
     gap: float | None  # the oracle's gap there
 
 
-def compare(request_id: str, tokens: Sequence[int], oracle: OracleRun, tie_bound: float) -> OracleVerdict:
-    """Compare position by position. If the first divergence is not excused, every position that differs mismatches."""
+def compare(
+    request_id: str, tokens: Sequence[int], oracle: OracleRun, tie_bound: float, nudged: Sequence[OracleRun] = ()
+) -> OracleVerdict:
+    """Compare position by position. If the first divergence is not excused, every position that differs mismatches.
+
+    `nudged`: runs of the same prompt with changed embeddings.
+    """
     length = max(len(tokens), len(oracle.tokens))
     divergence = first_difference(tokens, oracle.tokens)
     if divergence is None:
         return OracleVerdict(request_id, length, 0, 0, False, None, None)
     in_both = divergence < min(len(tokens), len(oracle.tokens))
     gap = oracle.gaps[divergence] if divergence < len(oracle.gaps) else None
-    if in_both and gap is not None and gap < tie_bound and tokens[divergence] == oracle.runners_up[divergence]:
+    is_tie = gap is not None and gap < tie_bound and in_both and tokens[divergence] == oracle.runners_up[divergence]
+    if is_tie or (in_both and _says(tokens[: divergence + 1], nudged)):
         return OracleVerdict(request_id, divergence, 0, length - divergence, True, divergence, gap)
     equal = sum(ours == theirs for ours, theirs in zip(tokens, oracle.tokens, strict=False))
     return OracleVerdict(request_id, equal, length - equal, 0, False, divergence, gap)
+
+
+def _says(tokens: Sequence[int], runs: Sequence[OracleRun]) -> bool:
+    return any(run.tokens[: len(tokens)] == tuple(tokens) for run in runs)
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -42,22 +42,35 @@ def deal(sizes: Sequence[int], hands: int) -> list[list[int]]:
 
 
 async def consult(
-    model: Path, requests: Sequence[DemoRequest], options: DemoOptions, work_dir: Path, done: Done
+    model: Path,
+    requests: Sequence[DemoRequest],
+    options: DemoOptions,
+    work_dir: Path,
+    done: Done,
+    nudge: int | None = None,
 ) -> None:
-    """Call `done(request_id, run)` for each request as its output arrives. Raises Unavailable when an oracle fails."""
+    """Call `done(request_id, run)` for each request as its output arrives. Raises Unavailable when an oracle fails.
+
+    `nudge`: of worker/oracle.py.
+    """
     processes = (os.cpu_count() or 1) if options.device == "cpu" else GPU_PROCESSES
     hands = deal([len(request.prompt) ** 2 for request in requests], processes)
     with trio.move_on_after(ORACLE_LIMIT_S) as scope:
         async with trio.open_nursery() as nursery:
             for number, hand in enumerate(hands):
-                chosen = [requests[i] for i in hand]
-                nursery.start_soon(_consult_one, model, chosen, options, work_dir / f"oracle{number}.log", done)
+                chosen, log_path = [requests[i] for i in hand], work_dir / f"oracle{number}.log"
+                nursery.start_soon(_consult_one, model, chosen, options, log_path, done, nudge)
     if scope.cancelled_caught:
         raise Unavailable("the oracle did not finish", field="limit_s", value=ORACLE_LIMIT_S, remedy="lower --requests")
 
 
 async def _consult_one(
-    model: Path, requests: Sequence[DemoRequest], options: DemoOptions, log_path: Path, done: Done
+    model: Path,
+    requests: Sequence[DemoRequest],
+    options: DemoOptions,
+    log_path: Path,
+    done: Done,
+    nudge: int | None,
 ) -> None:
     job = {
         "model": str(model),
@@ -66,7 +79,7 @@ async def _consult_one(
         "threads": 1,
         "dtype": "float32",
         "device": options.device,
-    }
+    } | ({} if nudge is None else {"nudge": nudge})
     answered = 0
     with log_path.open("wb") as log:
         async with trio.open_nursery() as nursery:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -96,6 +96,7 @@ class Evidence:
 
     outcome: Outcome
     runs: Mapping[str, OracleRun]  # by request id
+    nudged: Mapping[str, Sequence[OracleRun]]  # with other last bits, by request id; none where tokens are equal
     kv_row_bytes: int
     layers: int
     start_s: float
@@ -160,7 +161,8 @@ def _request_report(request: DemoRequest, before: DemoRequest | None, evidence: 
     """`before`: the turn before in its conversation. The last token that was generated there has no row."""
     outcome, run = evidence.outcome, evidence.runs[request.request_id]
     row = outcome.watch.rows[request.request_id]
-    verdict = compare(request.request_id, outcome.tokens[request.request_id], run, TIE_BOUND)
+    tokens, nudged = outcome.tokens[request.request_id], evidence.nudged[request.request_id]
+    verdict = compare(request.request_id, tokens, run, TIE_BOUND, nudged)
     known = len(before.prompt) + len(outcome.tokens[before.request_id]) - 1 if before else 0
     return RequestReport(
         request_id=request.request_id,
@@ -280,7 +282,7 @@ def figure_lines(report: DemoReport) -> Mapping[str, str]:
         **({"turns": turns} if report.turns > 1 else {}),
         "tokens": f"{report.verified_tokens:,} verified, {report.distinct_tokens} distinct, "
         f"{report.mismatched_tokens} mismatched, {report.tie_excused} requests excused by a tie below "
-        f"{report.tie_bound:g}; float32 on {report.device}",
+        f"{report.tie_bound:g} or one that rounding decides; float32 on {report.device}",
         "swap-in": f"{_share(report.hits, report.hits + report.misses)} hits with {report.hot_slots} hot slots "
         f"for top-{report.topk}; {report.rows_swapped:,} rows, {_mib(report.bytes_swapped)} loaded from host memory",
         **({"drafts": drafts} if report.drafted_tokens else {}),

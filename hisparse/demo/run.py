@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import trio
@@ -15,7 +16,7 @@ import trio
 from hisparse.cluster.gpus import gpu_bytes
 from hisparse.cluster.placement import CUDA
 from hisparse.cluster.up import Cluster, running_cluster
-from hisparse.demo.compare import OracleRun
+from hisparse.demo.compare import TIE_BOUND, OracleRun, compare
 from hisparse.demo.display import Display, stderr_console
 from hisparse.demo.oracles import consult
 from hisparse.demo.plan import DemoOptions, DemoRequest, cut_prompts, memory_for, prompt_lengths
@@ -26,6 +27,9 @@ from hisparse.demo.watch import Outcome
 from protocol.errors import ConfigError
 from protocol.settings import Config
 from protocol.text import ByteTokenizer
+
+#: Most runs of the oracle with other last bits, for requests whose tokens differ: does rounding decide there?
+NUDGES: Final = 8
 
 
 def run_demo(options: DemoOptions, prompt_paths: Sequence[Path], work_dir: Path | None) -> DemoReport:
@@ -90,10 +94,20 @@ async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directo
     began = trio.current_time()
     served = sorted(outcome.served, key=lambda it: it.request_id)
     runs = await _oracle_runs(model, served, options, directory, display)
+    nudged: dict[str, list[OracleRun]] = {request.request_id: [] for request in served}
+    for number in range(NUDGES):
+        differing = [it for it in served if _differs(outcome.tokens[it.request_id], runs, nudged, it.request_id)]
+        if not differing:
+            break
+        display.note(
+            f"{len(differing)} differ: generate() again with last bits changed, {number + 1} of {NUDGES} at most"
+        )
+        await consult(model, differing, options, directory, lambda name, run: nudged[name].append(run), number)
     layers, row_bytes = kv_shape(model)
     return Evidence(
         outcome=outcome,
         runs=runs,
+        nudged=nudged,
         kv_row_bytes=row_bytes,
         layers=layers,
         start_s=start_s,
@@ -131,6 +145,12 @@ async def _oracle_runs(
     display.note("generate() of the model library decodes the same prompts, in separate processes")
     await consult(model, requests, options, directory, answered)
     return runs
+
+
+def _differs(
+    tokens: Sequence[int], runs: Mapping[str, OracleRun], nudged: Mapping[str, Sequence[OracleRun]], name: str
+) -> bool:
+    return compare(name, tokens, runs[name], TIE_BOUND, nudged[name]).mismatched > 0
 
 
 def _load_text(options: DemoOptions, requests: Sequence[DemoRequest]) -> str:

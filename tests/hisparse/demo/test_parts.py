@@ -122,6 +122,15 @@ def test_tie_excuses_only_the_runner_up_below_the_bound() -> None:
     assert (another_token.mismatched, another_token.tie_excused) == (2, False)
 
 
+def test_output_of_an_oracle_with_other_last_bits_excuses_the_same_tokens_alone() -> None:
+    plain, other = oracle([7, 9, 2, 3], [1.0] * 4, [0] * 4), oracle([7, 8, 5, 5], [1.0] * 4, [0] * 4)
+    excused = compare("r", [7, 8, 1, 1], plain, TIE_BOUND, [plain, other])
+    assert (excused.verified, excused.mismatched, excused.unverified, excused.tie_excused) == (1, 0, 3, True)
+    for tokens in ([7, 6, 1, 1], [5, 8, 5, 5], [7, 9, 5, 5], [7]):
+        wrong = compare("r", tokens, plain, TIE_BOUND, [plain, other])
+        assert (wrong.mismatched > 0, wrong.tie_excused) == (True, False)
+
+
 def test_missing_or_surplus_token_is_a_mismatch_even_at_a_tie() -> None:
     short = compare("r", [7], oracle([7, 9], [0.0, 0.0], [0, 0]), TIE_BOUND)
     assert (short.verified, short.mismatched, short.tie_excused) == (1, 1, False)

@@ -128,6 +128,17 @@ def test_greedy_tokens_are_those_of_generate(checkpoints: dict[str, Path], famil
 
 
 @pytest.mark.process
+def test_oracle_with_other_last_bits_is_the_same_for_the_same_number(checkpoints: dict[str, Path]) -> None:
+    job = {"model": str(checkpoints["glm-5"]), "prompts": [{"tokens": prompt_of(300), "max_new_tokens": 8}]}
+    plain, one, again, other = (run_oracle(job | more)[0] for more in ({}, {"nudge": 0}, {"nudge": 0}, {"nudge": 1}))
+    assert one["gaps"] == again["gaps"]
+    for nudged in (one, other):
+        assert nudged["gaps"] != plain["gaps"]
+        assert nudged["gaps"] == pytest.approx(plain["gaps"], abs=1e-2)
+    assert one["gaps"] != other["gaps"]
+
+
+@pytest.mark.process
 def test_oracle_imports_no_product_code() -> None:
     probe = (
         "import runpy, sys; runpy.run_path(sys.argv[1]); "
