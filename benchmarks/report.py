@@ -535,7 +535,7 @@ SECTIONS: Final = (
         "at that of products, and missed rows at the rate of one large copy. Requests share host pages where `wanted` "
         "is more. Contexts of 128k are older, `--contexts 131072` (copy 4,178 GB/s, product 780 TFLOP/s), of kernels "
         "before a choice of experts and its exchange took a launch each.",
-        {"rank-H200.json": RANK},
+        {"rank-H200.json": RANK, "rank-fp4-H200.json": RANK},
     ),
     Section(
         "Staging and resuming",

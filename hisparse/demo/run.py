@@ -96,7 +96,7 @@ async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directo
     runs = await _oracle_runs(model, served, options, directory, display)
     nudged: dict[str, list[OracleRun]] = {request.request_id: [] for request in served}
     for number in range(NUDGES):
-        differing = [it for it in served if _differs(outcome.tokens[it.request_id], runs, nudged, it.request_id)]
+        differing = [one for one in served if _differs(outcome.tokens[one.request_id], runs, nudged, one.request_id)]
         if not differing:
             break
         display.note(
