@@ -117,8 +117,7 @@ class HostPool(Actor[Transact[RecordT]], Generic[RecordT, CommitT]):
             for place, change in enumerate(changes):
                 if place in given:
                     continue
-                if isinstance(change, GIVING):
-                    pages = pages_taken(change)
+                if isinstance(change, GIVING) and (pages := pages_taken(change)) > self.ledger.pages_free:
                     if eviction := self._make_room(pages, changes):
                         self._apply(eviction)
                         applied.append(eviction)
@@ -137,8 +136,6 @@ class HostPool(Actor[Transact[RecordT]], Generic[RecordT, CommitT]):
     def _make_room(self, pages: int, changes: Sequence[Change]) -> Evict | None:
         """Choose pages to evict so that `pages` are free, among those that no change of `changes` shares."""
         missing = pages - self.ledger.pages_free
-        if missing <= 0:
-            return None
         shares = (it.shared.tolist() for it in changes if isinstance(it, Reserve))
         spared = frozenset(chain.from_iterable(shares))
         lent_before = self._prefixes.evicted_lent
