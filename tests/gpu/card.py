@@ -38,7 +38,7 @@ class Step:
     command: str
     #: It ends after so many seconds at the latest.
     limit_s: float = 300
-    #: Runs with nothing beside it: its times are published.
+    #: Runs with nothing beside it: its times are published, or it asks what all of the card's memory is used for.
     quiet: bool = False
     cores: int = 1
 
@@ -55,16 +55,31 @@ class Ended:
         return f"{self.step.name:32} {what:12} {self.seconds:7.1f} s   {self.step.command}"
 
 
+#: Files of tests that run with nothing beside them.
+QUIET: Final = ("test_kept_memory",)
 #: Cores of the files that start several processes.
-CORES: Final = {"test_demo": 3, "test_group": 4, "test_kept_weights": 2, "test_takeover": 4, "test_two_gpus": 4}
+CORES: Final = {
+    "test_cases": 4,
+    "test_demo": 3,
+    "test_group": 4,
+    "test_kept_weights": 2,
+    "test_takeover": 4,
+    "test_two_gpus": 4,
+}
 
 
 def tests_of(files: Iterable[Path]) -> list[Step]:
     """A step for each file of tests."""
-    names = sorted(file.relative_to(ROOT).as_posix() for file in files)
     command = "python -m pytest -q -p no:xdist --tb=short --durations=5"
     return [
-        Step(Path(name).stem, f"{command} {name}", limit_s=450, cores=CORES.get(Path(name).stem, 1)) for name in names
+        Step(
+            file.stem,
+            f"{command} {file.relative_to(ROOT).as_posix()}",
+            limit_s=450,
+            quiet=file.stem in QUIET,
+            cores=CORES.get(file.stem, 1),
+        )
+        for file in sorted(files)
     ]
 
 
