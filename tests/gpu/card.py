@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from tests import ROOT
+from tests.gpu import memcheck, memcheck_attention
 
 #: Of a step that is told to end, until it is killed: compute-sanitizer prints its report meanwhile.
 GRACE_S: Final = 5
@@ -52,7 +53,7 @@ class Ended:
 
     def line(self) -> str:
         what = "no time" if self.status is None else f"status {self.status}"
-        return f"{self.step.name:32} {what:12} {self.seconds:7.1f} s   {self.step.command}"
+        return f"{self.step.name:42} {what:12} {self.seconds:7.1f} s   {self.step.command}"
 
 
 #: Files of tests that run with nothing beside them.
@@ -84,18 +85,12 @@ def tests_of(files: Iterable[Path]) -> list[Step]:
 
 
 def racechecks() -> list[Step]:
-    """Each part of both subsets by itself: racecheck takes minutes for one."""
-    parts = {
-        "memcheck": ("copies", "indexes", "scripts", "steps"),
-        "memcheck_attention": tuple(
-            f"{of}-{kind}" for of in ("attention", "indexes") for kind in ("bfloat16", "fp8", "fp4")
-        ),
-    }
-    command = "compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.gpu"
+    """Each part of both subsets by itself: all in one would take longer than a card is there."""
+    command = "compute-sanitizer --tool racecheck --error-exitcode 9 python -m"
     return [
-        Step(f"racecheck-{part}", f"{command}.{program} {part}", limit_s=400)
-        for program, names in parts.items()
-        for part in names
+        Step(f"racecheck-{part}", f"{command} {program.__name__} {part}", limit_s=250)
+        for program in (memcheck, memcheck_attention)
+        for part in program.PARTS
     ]
 
 
@@ -214,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [steps[name] for name in given.only or steps]
     if given.list:
         for step in chosen:
-            print(f"{step.name:32} {'quiet' if step.quiet else '':6} {step.limit_s:4.0f} s   {step.command}")
+            print(f"{step.name:42} {'quiet' if step.quiet else '':6} {step.limit_s:4.0f} s   {step.command}")
         return 0
     out = given.out.resolve()
     ended = run_plan(chosen, sorted(os.sched_getaffinity(0)), time.monotonic() + given.seconds, out)
