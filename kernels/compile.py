@@ -75,8 +75,14 @@ def variants(arch: str, layouts: Sequence[tuple[int, int, int]] | None = None) -
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
     read = [indexer for indexer in INDEXERS if indexer.on_hopper(number) or not indexer.codes]
     yield from ((indexer.unit(number), indexer.defines(number)) for indexer in read)
-    clusters = number >= 10 * CLUSTERS_SINCE[0]
-    for place, (row_bytes, index_row_bytes, split) in enumerate(layouts or LAYOUTS):
+    yield from row_variants(arch, layouts or LAYOUTS)
+
+
+def row_variants(arch: str, layouts: Sequence[tuple[int, int, int]]) -> Iterator[tuple[str, Defines]]:
+    """Return unit and defines of what moves rows of `layouts` (as LAYOUTS) on `arch`: for drafts, and for tables alone,
+    that of the first layout."""
+    clusters = int(arch.removeprefix("sm_")) >= 10 * CLUSTERS_SINCE[0]
+    for place, (row_bytes, index_row_bytes, split) in enumerate(layouts):
         defines = row_defines(Geometry(2, row_bytes, (0, 1), index_row_bytes, 2048, split))
         for unit in UNITS:
             if unit == "swap_in":

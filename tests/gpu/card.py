@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from tests import ROOT
+from tests.gpu import memcheck, memcheck_attention
 
 #: Of a step that is told to end, until it is killed: compute-sanitizer prints its report meanwhile.
 GRACE_S: Final = 5
@@ -38,7 +39,7 @@ class Step:
     command: str
     #: It ends after so many seconds at the latest.
     limit_s: float = 300
-    #: Runs with nothing beside it: its times are published.
+    #: Runs with nothing beside it: its times are published, or it asks what all of the card's memory is used for.
     quiet: bool = False
     cores: int = 1
 
@@ -52,35 +53,44 @@ class Ended:
 
     def line(self) -> str:
         what = "no time" if self.status is None else f"status {self.status}"
-        return f"{self.step.name:32} {what:12} {self.seconds:7.1f} s   {self.step.command}"
+        return f"{self.step.name:42} {what:12} {self.seconds:7.1f} s   {self.step.command}"
 
 
+#: Files of tests that run with nothing beside them.
+QUIET: Final = ("test_kept_memory",)
 #: Cores of the files that start several processes.
-CORES: Final = {"test_demo": 3, "test_group": 4, "test_kept_weights": 2, "test_takeover": 4, "test_two_gpus": 4}
+CORES: Final = {
+    "test_cases": 4,
+    "test_demo": 3,
+    "test_group": 4,
+    "test_kept_weights": 2,
+    "test_takeover": 4,
+    "test_two_gpus": 4,
+}
 
 
 def tests_of(files: Iterable[Path]) -> list[Step]:
     """A step for each file of tests."""
-    names = sorted(file.relative_to(ROOT).as_posix() for file in files)
     command = "python -m pytest -q -p no:xdist --tb=short --durations=5"
     return [
-        Step(Path(name).stem, f"{command} {name}", limit_s=450, cores=CORES.get(Path(name).stem, 1)) for name in names
+        Step(
+            file.stem,
+            f"{command} {file.relative_to(ROOT).as_posix()}",
+            limit_s=450,
+            quiet=file.stem in QUIET,
+            cores=CORES.get(file.stem, 1),
+        )
+        for file in sorted(files)
     ]
 
 
 def racechecks() -> list[Step]:
-    """Each part of both subsets by itself: racecheck takes minutes for one."""
-    parts = {
-        "memcheck": ("copies", "indexes", "scripts", "steps"),
-        "memcheck_attention": tuple(
-            f"{of}-{kind}" for of in ("attention", "indexes") for kind in ("bfloat16", "fp8", "fp4")
-        ),
-    }
-    command = "compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.gpu"
+    """Each part of both subsets by itself: all in one would take longer than a card is there."""
+    command = "compute-sanitizer --tool racecheck --error-exitcode 9 python -m"
     return [
-        Step(f"racecheck-{part}", f"{command}.{program} {part}", limit_s=400)
-        for program, names in parts.items()
-        for part in names
+        Step(f"racecheck-{part}", f"{command} {program.__name__} {part}", limit_s=250)
+        for program in (memcheck, memcheck_attention)
+        for part in program.PARTS
     ]
 
 
@@ -199,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [steps[name] for name in given.only or steps]
     if given.list:
         for step in chosen:
-            print(f"{step.name:32} {'quiet' if step.quiet else '':6} {step.limit_s:4.0f} s   {step.command}")
+            print(f"{step.name:42} {'quiet' if step.quiet else '':6} {step.limit_s:4.0f} s   {step.command}")
         return 0
     out = given.out.resolve()
     ended = run_plan(chosen, sorted(os.sched_getaffinity(0)), time.monotonic() + given.seconds, out)

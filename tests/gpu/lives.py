@@ -281,7 +281,7 @@ def _act(script: Script, action: str, seat: Seat, draw: random.Random) -> None:
 USUAL: Final = ("context", "batch", "rows", "context", "rows")
 LARGE: Final = ("arena", "tables", "host")  # memory beyond 32-bit offsets: gigabytes, so rarer
 KINDS: Final = (*USUAL, *LARGE, *USUAL * 8)  # each once within the ten that tests/gpu/test_kernels.py runs
-LIMIT_ROWS: Final = (*ROWS, (16, 0, 4), (8, 0, 4))
+LIMIT_ROWS: Final = (*ROWS, (16, 0, 4), (1152, 0, 132))
 LIMITS = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 2**32 - 1),

@@ -1,8 +1,8 @@
 """The subset that compute-sanitizer walks through: `compute-sanitizer --tool racecheck python -m tests.gpu.memcheck`.
 
 Every path of every kernel once or twice, at small sizes: clusters of one, two, five and sixteen blocks; hits, misses,
-duplicates, padding, resident requests, old stamps, drafts, both directions of copies. Names of parts as arguments walk
-through these alone; racecheck takes minutes for each.
+duplicates, padding, resident requests, old stamps, drafts, both directions of copies. Names of PARTS as arguments walk
+through these alone: racecheck takes a hundred times as long as the kernels, and all of it more than ten minutes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -33,10 +35,13 @@ def copies() -> None:
     twin.copy(places, "to_device")
 
 
-def indexes() -> None:
-    """Scores in every pair of formats; selection from lists and without, ties, refusals, padding."""
-    for kind, dtype in (("bfloat16", torch.bfloat16), ("fp8", torch.bfloat16), ("float32", torch.float32)):
-        IndexBench([700, 3, 64, 65, 200], kind=kind, dtype=dtype, heads=12, k=64, padding=2).check()
+def scores(kind: str, dtype: torch.dtype) -> None:
+    """A pair of formats of keys and queries; selection from lists, padding."""
+    IndexBench([700, 3, 64, 65, 200], kind=kind, dtype=dtype, heads=12, k=64, padding=2).check()
+
+
+def selection() -> None:
+    """Selection without lists, ties, refusals."""
     crowded = IndexBench([20_000, 300], k=100)
     crowded.state.index_keys.zero_()
     crowded.check()
@@ -44,20 +49,21 @@ def indexes() -> None:
     crowded.run()
 
 
-def scripts() -> None:
-    """Every operation on rows and seats, in rows of one plane and of two."""
+def scripts(rows: tuple[int, int, int]) -> None:
+    """Every operation on rows and seats. `rows`: bytes of a row, where it parts into planes, bytes of an index key."""
     shape = {"groups": (0, 0, 1), "topk": 31, "tail_slots": 3, "seat_rows": 1, "ranks": 2, "ids": np.int64}
     seats = [(300, 3, 64, True), (100, 0, 0, False), (200, 1, 99, False)]
     scripts = (("step", "resize", "copy"), ("prompt", "clear", "reopen"), ("age", "copy", "resize"))
     cases = [{"seed": 43 + number, "seats": seats, "actions": script} for number, script in enumerate(scripts)]
-    for rows in ((24, 0, 132), (26, 13, 7)):
-        run_cases.record(small("memcheck", {**shape, "rows": rows}, cases), "cuda")
+    run_cases.record(small("memcheck", {**shape, "rows": rows}, cases), "cuda")
 
 
-def steps() -> None:
-    for ranks in (1, 2, 5, 16):
-        goes_mixed_steps(Twin(ranks, ranks=ranks, **MIXED_SIZES), steps=4)
-        goes_draft_steps(Twin(ranks, ranks=ranks, **DRAFT_SIZES), steps=6)
+def mixed_steps(ranks: int) -> None:
+    goes_mixed_steps(Twin(ranks, ranks=ranks, **MIXED_SIZES), steps=3)
+
+
+def draft_steps(ranks: int) -> None:
+    goes_draft_steps(Twin(1, ranks=ranks, **DRAFT_SIZES), steps=4)
 
 
 def walk(parts: Mapping[str, Callable[[], None]]) -> None:
@@ -69,5 +75,16 @@ def walk(parts: Mapping[str, Callable[[], None]]) -> None:
         print(f"{name}: done in {time.monotonic() - began:.1f} s", flush=True)
 
 
+KEYS: Final = {"bfloat16": torch.bfloat16, "fp8": torch.bfloat16, "float32": torch.float32}
+PARTS: Final[Mapping[str, Callable[[], None]]] = {
+    "copies": copies,
+    **{f"scores-{kind}": partial(scores, kind, queries) for kind, queries in KEYS.items()},
+    "selection": selection,
+    "scripts-one-plane": partial(scripts, (24, 0, 132)),
+    "scripts-two-planes": partial(scripts, (26, 13, 7)),
+    **{f"steps-{ranks}-blocks": partial(mixed_steps, ranks) for ranks in (1, 2, 5, 16)},
+    **{f"drafts-{ranks}-blocks": partial(draft_steps, ranks) for ranks in (1, 2, 5, 16)},
+}
+
 if __name__ == "__main__":
-    walk({"steps": steps, "copies": copies, "scripts": scripts, "indexes": indexes})
+    walk(PARTS)

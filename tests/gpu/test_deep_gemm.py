@@ -169,10 +169,11 @@ def test_tokens_are_the_oracles(family: str, tmp_path: Path) -> None:
     runner = TransformersRunner.load(path, device="cuda", dtype="bfloat16", matmul="w8a8")
     assert runner.matmul.name.startswith("w8a8 by deep_gemm ")
     rig = rig_of(runner, "cuda", graphs=True)
-    token, _ = rig.open(0, TEXT[:600], hot_slots=128)
+    prompt = list(TEXT[:600])
+    token, _ = rig.open(0, prompt, hot_slots=128)
     ours = [token]
     ours += [rig.decode([0], rows=4)[0][0] for _ in range(FORCED - 1)]
-    job = {"model": str(path), "prompts": [{"tokens": TEXT[:600], "max_new_tokens": FORCED}], "device": "cuda"}
+    job = {"model": str(path), "prompts": [{"tokens": prompt, "max_new_tokens": FORCED}], "device": "cuda"}
     (theirs,) = run_oracle(job | {"matmul": "w8a8"})
     pairs = zip(ours, theirs["tokens"], strict=True)
     split = next((place for place, (one, other) in enumerate(pairs) if one != other), FORCED)

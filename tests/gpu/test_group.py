@@ -15,6 +15,7 @@ import torch
 from protocol.errors import EXIT_PEER_LOST, ConfigError
 from protocol.messages import NO_LOGPROBS
 from protocol.settings import WorkerSettings
+from tests.support.checkpoints import DRAFTING
 from tests.support.group_rig import LIMIT_S, Ask, Drawn, GroupRig, Requests, settings_of
 from tests.support.thread_ranks import run_ranks_on_gpu
 from tests.support.worker_rig import Rig
@@ -43,7 +44,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return path
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=DRAFTING)
 def predictable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Drafts are mostly right."""
     return write_predictable(tmp_path_factory.mktemp("model"), request.param)

@@ -11,14 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hisparse.cluster.weights import start_weight_keeper
-from protocol.config import keeper_path
-from protocol.settings import ClusterSettings, Config, WorkerSettings
 from tests import ROOT
 from tests.support.keeper_rig import keeping
 from tests.worker.keeper.test_kept_weights import same
 from worker.keeper.mapping import GpuMapping
-from worker.keeper.messages import GPU_SEGMENT_BYTES
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 
@@ -77,25 +73,3 @@ def test_a_write_ends_the_process_or_is_found(checkpoint: Path, keeper: Path, mo
     found = load(checkpoint, keeper)
     assert [*found.weights_seconds] == ["checkpoint"]
     assert same(found, load(checkpoint, None))
-
-
-def test_memory_is_free_when_keeper_and_worker_have_ended(checkpoint: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.gpu.test_kept_weights import load;"
-        "load(Path(sys.argv[1]), Path(sys.argv[2]))"
-    )
-    load(checkpoint, None)
-    torch.cuda.empty_cache()
-    config = Config(cluster=ClusterSettings(runtime_dir=str(tmp_path)), worker=WorkerSettings(name="w0"))
-    before = torch.cuda.mem_get_info()[0]
-    keeper = start_weight_keeper(config, tmp_path)
-    try:
-        command = [sys.executable, "-c", code, str(checkpoint), str(keeper_path(config))]
-        subprocess.run(command, cwd=ROOT, check=True)
-        held = before - torch.cuda.mem_get_info()[0]
-        assert 0 < held <= 2 * GPU_SEGMENT_BYTES, "its weights and no context"
-    finally:
-        keeper.process.kill()
-        keeper.process.wait()
-        keeper.close()
-    assert torch.cuda.mem_get_info()[0] == before

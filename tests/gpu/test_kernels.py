@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -44,15 +42,6 @@ def draw_topk(twin: Twin, seats: list[int], misses: float = 0.3) -> torch.Tensor
         odd = (-1, -1, -2, -(2**31), length, length + 70, 2**31 - 1)
         rows.append([draw.choice(odd) if draw.random() < 0.05 else token for token in row])
     return torch.tensor(rows, dtype=torch.int32)
-
-
-def test_random_request_lifecycles() -> None:
-    """In a process of its own: it forks before CUDA is there. More cases: python -m tests.gpu.run_cases --help.
-
-    SGLang #32771, #32483, vLLM #57602."""
-    command = [sys.executable, "-m", "tests.gpu.run_cases", "--cases", "990", "--limits", "10"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("ranks", [None, 1, 2, 4, 5, 8, 16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.gpu.syncs import no_syncs  # noqa: E402
+from tests.support.checkpoints import DRAFTING  # noqa: E402
 from tests.worker.loop import test_drafting  # noqa: E402
 from tests.worker.loop import test_held_model as cpu  # noqa: E402
 from worker.loop import executor  # noqa: E402
@@ -25,7 +27,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return test_drafting.write_predictable(tmp_path_factory.mktemp("model"), request.param)
 
 
-@pytest.mark.parametrize(("draft_tokens", "is_late"), [(0, False), (0, True), (2, False), (2, True)])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(
+    ("checkpoint", "draft_tokens"), [*product(FAMILIES, (0,)), *product(DRAFTING, (2,))], indirect=["checkpoint"]
+)
 def test_tokens_are_those_of_the_reference(
     checkpoint: Path, draft_tokens: int, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
