@@ -4,7 +4,8 @@
 
 A coordinator, a worker, a keeper of its weights and, in cells `standby-*`, a standby run as `hisparse up` runs them. Of
 each cell `--kills` times: as many streams as `--requests` decode, the worker gets SIGKILL (`kill`) or SIGSTOP (`stop`,
-which is noticed by its silence), and all streams go on. A cell ends early when its share of the budget is over.
+which is noticed by its silence), and all streams go on. A cell ends early when its share of the budget has no time for
+one more.
 
     first, last   ms from the signal to the first token that is new to its client, of the first and the last stream
     down          ms from the signal until the coordinator has declared the worker down
@@ -16,7 +17,8 @@ which is noticed by its silence), and all streams go on. A cell ends early when 
 The model is `--model`; where that is no checkpoint, one is written there, by default in a directory that is removed: on
 a CPU a tiny one, on a GPU DeepSeek-V3.2 with `--layers` and `--experts` and random weights in block-FP8. By default
 these take 10.6 GB of the GPU (3.7 of embeddings and head, 0.6 a layer, 44 MB an expert of each layer but three) and,
-with a draft layer that is not loaded, 12.4 GB of the disk.
+with a draft layer that is not loaded, 12.4 GB of the disk. The budget begins once they are written. Exits with 1 when a
+token differs, or a cell has no kill.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import re
 import shutil
@@ -44,6 +45,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
+from benchmarks.serve.__main__ import machine
 from hisparse.client.client import Client
 from hisparse.cluster.supervision import COORDINATOR, ProcessSupervisor
 from hisparse.cluster.up import Cluster, running_cluster
@@ -61,7 +63,6 @@ if TYPE_CHECKING:
 WORKER: Final = "w0"
 CELLS: Final = ("standby-kill", "standby-stop", "start-kill", "start-stop")
 SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-PROMPT_TOKENS: Final = (200, 400)
 #: Tokens of each stream before a kill, and those that each is to gain behind it.
 BEFORE: Final = 48
 AFTER: Final = 48
@@ -229,7 +230,7 @@ def config_of(options: argparse.Namespace, model: Path, runtime_dir: Path, *, st
         "worker.device": options.device,
         "worker.deterministic": True,
         "worker.seats": options.requests,
-        "worker.context_max_tokens": PAGE_TOKENS * pages_for(PROMPT_TOKENS[1] + options.tokens + PAGE_TOKENS),
+        "worker.context_max_tokens": PAGE_TOKENS * pages_for(options.prompt_tokens[1] + options.tokens + PAGE_TOKENS),
         "worker.standby": int(standby),
         "worker.device_mem": options.device_mem or ("6GiB" if is_gpu else "256MiB"),
         "worker.host_mem": options.host_mem or ("8GiB" if is_gpu else "256MiB"),
@@ -245,7 +246,9 @@ class Run:
     def __init__(self, options: argparse.Namespace, model: Path) -> None:
         self.options, self.model = options, model
         dice = random.Random(0)
-        self.prompts = [dice.choices(range(256), k=dice.randint(*PROMPT_TOKENS)) for _ in range(options.requests)]
+        self.prompts = [
+            dice.choices(range(256), k=dice.randint(*options.prompt_tokens)) for _ in range(options.requests)
+        ]
         self.quiet: list[list[int]] = []
         self.rows: list[dict[str, Any]] = []
         self.said: list[tuple[float, str]] = []
@@ -321,7 +324,7 @@ class Run:
             lost_at = await self._lost(client, streams[0].name)
             known = {row.request_id: row.generated_tokens for row in (await client.requests()).rows}
             await until(lambda: all(it.past(known[it.name] + AFTER) or it.is_over for it in streams))
-            if self.options.device != "cpu":
+            if self.options.device != "cpu" and cell.startswith("standby"):  # a plain start captures before its hello
                 await until(lambda: "captured" in logs.parts(began) or all(it.is_over for it in streams))
             await self.abort_all(client)
         nexts = [1e3 * (at - began) for it in streams if (at := it.past(known[it.name])) is not None]
@@ -377,10 +380,9 @@ class Run:
 
     def found(self) -> dict[str, Any]:
         """Return everything, for a file."""
-        about = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpu": gpu_name()}
         setting = {name: it for name, it in vars(self.options).items() if name not in ("out", "logs", "model")}
         return {
-            "machine": about | {"command": " ".join(["python", *sys.orig_argv[1:]])},
+            "machine": machine(self.options.device) | {"cores": os.cpu_count()},
             "setting": setting,
             "rows": self.rows,
             "compared": sum(row["compared"] for row in self.rows),
@@ -397,13 +399,6 @@ class Run:
                 shutil.copyfile(log, kept)
 
 
-def gpu_name() -> str:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    with suppress(OSError):
-        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
-    return "none"
-
-
 def text_of(row: dict[str, Any]) -> str:
     parts = "  ".join(f"{part} {at:,.0f}" for part, at in row["parts_ms"].items())
     return (
@@ -418,6 +413,7 @@ def main() -> int:
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS[:3], help="in this order")
     parser.add_argument("--kills", type=int, default=5, help="of each cell at most")
     parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(200, 400), metavar=("LEAST", "MOST"))
     parser.add_argument("--tokens", type=int, default=512, help="of each stream at most")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--model", type=Path, help="a checkpoint, or where to write one")
@@ -447,7 +443,7 @@ def main() -> int:
             print(f"{cell:13} median of {len(rows)}: " + "  ".join(f"{name} {it:,.0f}" for name, it in middle.items()))
     found = run.found()
     print(f"{found['differ']} of {found['compared']} tokens differ; GPU MiB in use: {found['gpu_used_mib']}")
-    return 0 if run.rows and not found["differ"] else 1
+    return int(found["differ"] > 0 or {row["cell"] for row in run.rows} != {*options.cells})
 
 
 if __name__ == "__main__":
