@@ -90,7 +90,7 @@ LINE: Final = re.compile(r"(\S+Z) \w+ +(.*)")
 # ---------------------------------------------------------------- the model
 
 
-class _Repeated:
+class RepeatedSource:
     """See worker/weights/writing.py: `TensorSource`. All values come from one piece: drawing 12 GB takes minutes."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ def write_model(path: Path, options: argparse.Namespace) -> None:
 
         config = published_config("deepseek-v3.2", layers=options.layers, experts=options.experts)
         about = json.loads(config.to_json_string(use_diff=False))
-        write_repository(path, about, stored_tensors(config, fp8=True), _Repeated(), fp8=True)
+        write_repository(path, about, stored_tensors(config, fp8=True), RepeatedSource(), fp8=True)
     size = sum(it.stat().st_size for it in path.iterdir())
     print(f"{size / 1e9:.2f} GB written to {path} in {time.monotonic() - began:.1f} s", flush=True)
 
