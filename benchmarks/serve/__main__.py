@@ -55,7 +55,7 @@ CELL_MARGIN_S: Final = 25.0
 #: Every length is divided by this for the tiny model.
 TINY_SHRINK: Final = 64
 #: What a result does not say of the command that wrote it.
-PATH_OPTIONS: Final = frozenset(("--out", "--logs"))
+PATH_OPTIONS: Final = frozenset(("--out", "--logs", "--model"))
 EXIT_REFUSED: Final = 2
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.request import Request, urlopen
 
 import psutil
@@ -41,10 +41,11 @@ def model(run_dir: Path) -> Path:
 
 
 class Up:
-    """A running `hisparse up`, and what it said of itself in its ready file."""
+    """A running `hisparse up`, what it said of itself in its ready file, and all that it and its children log."""
 
-    def __init__(self, process: subprocess.Popen[str], runtime_dir: Path, ready: dict[str, Any]) -> None:
+    def __init__(self, process: subprocess.Popen[str], runtime_dir: Path, ready: dict[str, Any], said: TextIO) -> None:
         self.process = process
+        self._said = said
         self.runtime_dir = runtime_dir
         self.ready = ready
         self.pids = [ready["coordinator"]["pid"], *(worker["pid"] for worker in ready["workers"])]
@@ -54,19 +55,25 @@ class Up:
 
     def until(self, text: str) -> str:
         """What it has said since the last time, up to the line with `text`."""
-        assert self.process.stderr is not None
         said = ""
-        while text not in said:
-            line = self.process.stderr.readline()
-            assert line, f"it never said {text!r} but {said}"
+        while text not in said or not said.endswith("\n"):
+            has_ended = self.process.poll() is not None
+            line = self._said.readline()
+            assert line or not has_ended, f"it never said {text!r} but {said}"
             said += line
+            if not line:
+                time.sleep(0.01)
         return said
 
-    def submit_endless(self) -> str:
+    def rest(self) -> str:
+        """What it has said since the last time, up to its end, which this waits for."""
+        self.process.wait(LIMIT_S)
+        return self._said.read()
+
+    def submit_endless(self, max_tokens: int = 4_000) -> str:
         """A request that takes much longer than the test; its id once it decodes."""
-        name = self.hisparse(
-            "submit", "go on and on", "--max-tokens", "4000", "--ignore-eos", "--detach"
-        ).stdout.strip()
+        how = ("--max-tokens", str(max_tokens), "--temperature", "0", "--ignore-eos", "--detach")
+        name = self.hisparse("submit", "go on and on", *how).stdout.strip()
         eventually(lambda: self.generated(name))
         return name
 
@@ -100,23 +107,23 @@ def command_for(model: Path, runtime_dir: Path, *args: str) -> list[str]:
 def running(
     model: Path, runtime_dir: Path, *args: str, start: Callable[..., subprocess.Popen[str]] = zygote.start
 ) -> Iterator[Up]:
-    """`start` is subprocess.Popen where the command and all that it starts are to be executed."""
+    """`start` is subprocess.Popen where the command and all that it starts are to be executed.
+
+    Its log goes to a file: a pipe that is not read fills, and its processes stand still in their next line.
+    """
     ready_file = runtime_dir / "ready.json"
     command = command_for(model, runtime_dir, "--ready-file", str(ready_file), *args)
-    process = start(command, stderr=subprocess.PIPE, text=True)
-    try:
-        eventually(lambda: ready_file.exists() or process.poll() is not None)
-        assert process.poll() is None, process.communicate()[1]
-        yield Up(process, runtime_dir, json.loads(ready_file.read_text()))
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stderr is not None
-        if not process.stderr.closed:  # the test has not read it to its end: shown when the test has failed
-            os.set_blocking(process.stderr.fileno(), False)
-            with suppress(BlockingIOError):
-                print(os.read(process.stderr.fileno(), 2**20).decode(errors="replace"), file=sys.stderr)
-            process.stderr.close()
+    with (runtime_dir / "up.log").open("a+") as log, (runtime_dir / "up.log").open() as said:
+        said.seek(0, os.SEEK_END)  # behind what an earlier one has said there
+        process = start(command, stderr=log, text=True)
+        try:
+            eventually(lambda: ready_file.exists() or process.poll() is not None)
+            assert process.poll() is None, said.read()
+            yield Up(process, runtime_dir, json.loads(ready_file.read_text()), said)
+        finally:
+            process.kill()
+            process.wait()
+            print(said.read(), file=sys.stderr)  # what the test has not read, shown when it has failed
 
 
 def test_metrics_are_at_the_ports_that_follow_the_given_one(model: Path, tmp_path: Path) -> None:
@@ -204,7 +211,7 @@ def test_stop_command_ends_up_cleanly_after_a_worker_restart(model: Path, tmp_pa
         output = json.loads(up.hisparse("submit", "hello", "--max-tokens", "4", "-o", "json").stdout)
         assert output["outcome"] == "FINISHED"
         assert up.hisparse("stop").returncode == 0
-        _, stderr = up.process.communicate(timeout=LIMIT_S)
+        stderr = up.rest()
         assert up.process.returncode == 0
         assert "w0 killed by SIGKILL; restarted in 0.5 s" in stderr
         assert up.left_behind() == []
@@ -238,7 +245,7 @@ def test_lost_worker_is_replaced_and_its_request_continues(
         up.process.send_signal(signal.SIGINT)
         stderr = up.until("draining for up to")
         up.process.send_signal(signal.SIGINT)
-        stderr += up.process.communicate(timeout=LIMIT_S)[1]
+        stderr += up.rest()
         assert ("w0 hangs; killed" in stderr) == (number is signal.SIGSTOP)
         assert "w0 killed by SIGKILL; restarted in 0.5 s" in stderr
         assert up.left_behind() == []
@@ -274,8 +281,7 @@ def test_group_is_restarted_whole_and_says_which_rank_ended_it(
         )
         assert before["tokens"] == after["tokens"]
         assert up.hisparse("stop").returncode == 0
-        up.process.communicate(timeout=LIMIT_S)
-        assert up.process.returncode == 0
+        assert up.process.wait(LIMIT_S) == 0
         assert up.left_behind() == []
 
 
@@ -292,7 +298,7 @@ def test_killed_coordinator_restarts_and_resumes_requests(model: Path, tmp_path:
         assert up.hisparse("audit").returncode == 0
         assert up.hisparse("abort", name).returncode == 0
         assert up.hisparse("stop").returncode == 0
-        _, stderr = up.process.communicate(timeout=LIMIT_S)
+        stderr = up.rest()
         assert up.process.returncode == 0
         assert "coordinator killed by SIGKILL; restarted in 0.5 s" in stderr
         assert "w0 killed" not in stderr
@@ -305,7 +311,7 @@ def test_children_do_not_outlive_a_killed_parent(model: Path, tmp_path: Path) ->
         pids = [*up.pids, up.ready["http"]["pid"]]
         up.process.kill()
         eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-        said = up.process.communicate(timeout=LIMIT_S)[1]
+        said = up.rest()
         assert said.count("stopping signal=SIGTERM") == 3
         assert "second signal" not in said
         assert not [name for name in left_files(tmp_path) if name.endswith(".sock")], "they ended by themselves"
