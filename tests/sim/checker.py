@@ -31,7 +31,7 @@ import trio
 import trio._core._run
 
 from coordinator.journal.ledger_image import parts_of
-from coordinator.journal.records import RequestFacts
+from coordinator.journal.records import RequestFacts, RequestOrdered
 from coordinator.journal.state import JournalState, RequestRecord, replay
 from coordinator.memory.ledger import Ledger
 from coordinator.state.request_state import RequestState
@@ -92,7 +92,7 @@ class Checker(trio.abc.Instrument):
         self._checked_changes = 0  # of them, when ledgers were looked at last
         self._rows_seen: dict[int, tuple[int, ...]] = {}  # by slot, what the rows found right last depend on
         self._last_seen = -1
-        self._turns_seen: dict[int, tuple[RequestFacts, bool]] = {}  # by arrival: live requests, and whether held
+        self._turns_seen: dict[int, tuple[RequestFacts, RequestOrdered]] = {}  # live requests, by arrival
         self._rounds = 0
         self._replayed = 0  # rows that the disk had seen at the last replay
 
@@ -184,16 +184,17 @@ class Checker(trio.abc.Instrument):
 
     def _check_turns(self, life: CoordinatorLife) -> None:
         """Check the ranks of requests that have arrived, in order, where arrivals are all that has changed, whatever
-        came before."""
-        now = {entry.facts.arrival: (entry.facts, entry.ordered.held) for entry in life.entries()}
+        came before: each order makes another object, so that a hold and its end between two looks are seen."""
+        now = {entry.facts.arrival: (entry.facts, entry.ordered) for entry in life.entries()}
         before, self._turns_seen = self._turns_seen, now
         new = sorted(now.keys() - before.keys())
-        if any(now.get(arrival) != seen for arrival, seen in before.items()) or any(now[it][1] for it in new):
+        same = (arrival in now and now[arrival][1] is orders for arrival, (_, orders) in before.items())
+        if not all(same) or any(now[arrival][1].held for arrival in new):
             return
-        present = list(before.values())
+        present = [(facts, orders.held) for facts, orders in before.values()]
         for arrival in new:
             _check_turn(now[arrival][0], present)
-            present.append(now[arrival])
+            present.append((now[arrival][0], False))
 
     # ---------------------------------------------------------------- memory
 
