@@ -253,6 +253,7 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.said: list[tuple[float, str]] = []
         self.used_mib = {"before": gpu_used_mib()}
+        self.load = os.getloadavg()[0]
 
     async def run(self) -> None:
         """Run all cells: those with a standby, and those without, share a cluster."""
@@ -270,7 +271,7 @@ class Run:
         """Run `cells` on one cluster. Each has an equal share of the time to `end` with the `left` - 1 behind it."""
         config = config_of(self.options, self.model, directory, standby=standby)
         began = time.monotonic()
-        with trio.move_on_at(end - END_S):
+        with trio.move_on_at(end - END_S) as budget:
             async with (
                 running_cluster(config, 1, log_dir=directory) as cluster,
                 cluster.client("benchmark") as client,
@@ -290,6 +291,8 @@ class Run:
                         await self.abort_all(client)
                 self.used_mib[f"behind the kills, standby = {int(standby)}"] = gpu_used_mib()
                 nursery.cancel_scope.cancel()
+        if budget.cancelled_caught:
+            self.say("the budget is over")
 
     async def run_cell(self, cluster: Cluster, client: Client, cell: str, share: trio.CancelScope) -> None:
         """Kill the worker `--kills` times, or until `share` has no time for one as long as the longest."""
@@ -382,7 +385,7 @@ class Run:
         """Return everything, for a file."""
         setting = {name: it for name, it in vars(self.options).items() if name not in ("out", "logs", "model")}
         return {
-            "machine": machine(self.options.device) | {"cores": os.cpu_count()},
+            "machine": machine(self.options.device) | {"cores": os.cpu_count(), "load": round(self.load, 1)},
             "setting": setting,
             "rows": self.rows,
             "compared": sum(row["compared"] for row in self.rows),
