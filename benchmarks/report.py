@@ -313,6 +313,25 @@ CRASH: Final = Table(
         for number, found in enumerate(length["rounds"], 1)
     ],
 )
+TAKEOVER: Final = Part(
+    "Command: `{machine[command]}`. Machine: GPU {machine[gpu]}, {machine[cores]} cores, load average "
+    "{machine[load]:g} before. {differ} of {compared} tokens differ.",
+    (
+        Table(
+            (
+                Column("cell", "cell"),
+                Column("streams", "streams"),
+                Column("declared down", "down_ms", ",.0f", "ms"),
+                Column("exit proved", "exit_ms", ",.0f", "ms"),
+                Column("weights attached", lambda row: row["parts_ms"].get("attached"), ",.0f", "ms"),
+                Column("connected", lambda row: row["parts_ms"].get("welcomed"), ",.0f", "ms"),
+                Column("first stream", "first_ms", ",.0f", "ms"),
+                Column("last stream", "last_ms", ",.0f", "ms"),
+                Column("graphs captured", lambda row: row["parts_ms"].get("captured"), ",.0f", "ms"),
+            )
+        ),
+    ),
+)
 MEMORY: Final = ("memcpy", "checksum", "copy_with_checksum")
 
 
@@ -545,15 +564,16 @@ SECTIONS: Final = (
     ),
     Section(
         "A worker killed",
-        "To the first new token on another worker: resumed from host rows, or prefilled again. The tiny checkpoint.",
+        "Two workers, one killed, tiny checkpoint: to the first new token on the other one, resumed from host rows, or "
+        "prefilled again. Then the only worker, killed or stopped: from the signal to the next token of its streams, "
+        "by a standby or by a plain start, both with kept weights.",
         {
             "worker_crash-H200.json": Part(
-                "Command: `python -m benchmarks.worker_crash --device cuda`. Machine: {cpus} cores, cuda, {machine}.",
+                "Command: `python -m benchmarks.worker_crash --device cuda`, a program of commit 2fd80a88. Machine: "
+                "{cpus} cores, cuda, {machine}.",
                 (CRASH,),
             ),
-            "worker_crash-cpu.json": Part(
-                "Command: `python -m benchmarks.worker_crash`. Machine: {cpus} cores, cpu, {machine}.", (CRASH,)
-            ),
+            "takeover-cpu.json": TAKEOVER,
         },
     ),
     Section(

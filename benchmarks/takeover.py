@@ -150,7 +150,7 @@ def write_model(path: Path, options: argparse.Namespace) -> None:
         config = published_config("deepseek-v3.2", layers=options.layers, experts=options.experts)
         about = json.loads(config.to_json_string(use_diff=False))
         write_repository(path, about, stored_tensors(config, fp8=True), RepeatedSource(), fp8=True)
-    size = sum(it.stat().st_size for it in path.iterdir())
+    size = sum(file.stat().st_size for file in path.iterdir())
     print(f"{size / 1e9:.2f} GB written to {path} in {time.monotonic() - began:.1f} s", flush=True)
 
 
@@ -180,10 +180,12 @@ class Stream:
 
 
 class Logs:
-    """What processes wrote to their logs since a moment."""
+    """Lines that the worker and the coordinator have logged since a moment."""
 
     def __init__(self, directory: Path) -> None:
-        self._files = {path: path.stat().st_size for path in (directory / f"{it}.log" for it in (WORKER, COORDINATOR))}
+        self._files = {
+            path: path.stat().st_size for path in (directory / f"{name}.log" for name in (WORKER, COORDINATOR))
+        }
 
     def parts(self, since: float) -> dict[str, float]:
         """Return ms from `since`, in seconds since the epoch, to the first line of each of PARTS that has come."""
@@ -253,24 +255,26 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.said: list[tuple[float, str]] = []
         self.used_mib = {"before": gpu_used_mib()}
+        self.load = os.getloadavg()[0]
 
     async def run(self) -> None:
         """Run all cells: those with a standby, and those without, share a cluster."""
         end, left = trio.current_time() + self.options.budget_seconds, len(self.options.cells)
-        for has_standby, cells in groupby(self.options.cells, lambda it: it.startswith("standby")):
+        for has_standby, group in groupby(self.options.cells, lambda cell: cell.startswith("standby")):
+            cells = [*group]
             with tempfile.TemporaryDirectory(prefix="hisparse-takeover-") as directory:
                 try:
-                    await self.run_cells(Path(directory), [*cells], end, left, standby=has_standby)
+                    await self.run_cells(Path(directory), cells, end, left, standby=has_standby)
                 finally:
                     self._keep_logs(Path(directory), "standby" if has_standby else "start")
-            left -= sum(it.startswith("standby") == has_standby for it in self.options.cells)
+            left -= len(cells)
         self.used_mib["after"] = gpu_used_mib()
 
     async def run_cells(self, directory: Path, cells: Sequence[str], end: float, left: int, *, standby: bool) -> None:
         """Run `cells` on one cluster. Each has an equal share of the time to `end` with the `left` - 1 behind it."""
         config = config_of(self.options, self.model, directory, standby=standby)
         began = time.monotonic()
-        with trio.move_on_at(end - END_S):
+        with trio.move_on_at(end - END_S) as budget:
             async with (
                 running_cluster(config, 1, log_dir=directory) as cluster,
                 cluster.client("benchmark") as client,
@@ -290,6 +294,8 @@ class Run:
                         await self.abort_all(client)
                 self.used_mib[f"behind the kills, standby = {int(standby)}"] = gpu_used_mib()
                 nursery.cancel_scope.cancel()
+        if budget.cancelled_caught:
+            self.say("the budget is over")
 
     async def run_cell(self, cluster: Cluster, client: Client, cell: str, share: trio.CancelScope) -> None:
         """Kill the worker `--kills` times, or until `share` has no time for one as long as the longest."""
@@ -318,16 +324,18 @@ class Run:
         async with trio.open_nursery() as nursery:
             for stream in streams:
                 nursery.start_soon(stream.run, client, self.options.tokens)
-            await until(lambda: all(len(it.tokens) >= BEFORE for it in streams))
+            await until(lambda: all(len(stream.tokens) >= BEFORE for stream in streams))
             began = time.time()
             cluster.workers[WORKER].signal(SIGNALS[cell.partition("-")[2]])
             lost_at = await self._lost(client, streams[0].name)
             known = {row.request_id: row.generated_tokens for row in (await client.requests()).rows}
-            await until(lambda: all(it.past(known[it.name] + AFTER) or it.is_over for it in streams))
+            await until(
+                lambda: all(stream.is_over or len(stream.tokens) > known[stream.name] + AFTER for stream in streams)
+            )
             if self.options.device != "cpu" and cell.startswith("standby"):  # a plain start captures before its hello
-                await until(lambda: "captured" in logs.parts(began) or all(it.is_over for it in streams))
+                await until(lambda: "captured" in logs.parts(began) or all(stream.is_over for stream in streams))
             await self.abort_all(client)
-        nexts = [1e3 * (at - began) for it in streams if (at := it.past(known[it.name])) is not None]
+        nexts = [1e3 * (at - began) for stream in streams if (at := stream.past(known[stream.name])) is not None]
         ends = [at for at, line in self.said if at >= began and END.match(line)]
         row = {
             "cell": cell,
@@ -368,10 +376,9 @@ class Run:
 
     def compared(self, streams: Sequence[Stream]) -> dict[str, int]:
         """Count the tokens that can be compared with the undisturbed run, and those that differ."""
-        lengths = [min(len(it.tokens), len(quiet)) for it, quiet in zip(streams, self.quiet, strict=True)]
-        pairs = [(it.tokens[:n], quiet[:n]) for it, quiet, n in zip(streams, self.quiet, lengths, strict=True)]
-        differ = sum(one != other for pair in pairs for one, other in zip(*pair, strict=True))
-        return {"compared": sum(lengths), "differ": differ}
+        both = [(stream.tokens, quiet) for stream, quiet in zip(streams, self.quiet, strict=True)]
+        pairs = [pair for tokens, quiet in both for pair in zip(tokens, quiet, strict=False)]
+        return {"compared": len(pairs), "differ": sum(one != other for one, other in pairs)}
 
     def say(self, line: str) -> None:
         """Print a line of the benchmark or its supervisor."""
@@ -380,9 +387,9 @@ class Run:
 
     def found(self) -> dict[str, Any]:
         """Return everything, for a file."""
-        setting = {name: it for name, it in vars(self.options).items() if name not in ("out", "logs", "model")}
+        setting = {name: value for name, value in vars(self.options).items() if name not in ("out", "logs", "model")}
         return {
-            "machine": machine(self.options.device) | {"cores": os.cpu_count()},
+            "machine": machine(self.options.device) | {"cores": os.cpu_count(), "load": round(self.load, 1)},
             "setting": setting,
             "rows": self.rows,
             "compared": sum(row["compared"] for row in self.rows),
@@ -440,7 +447,7 @@ def main() -> int:
     for cell in options.cells:
         if rows := [row for row in run.rows if row["cell"] == cell]:
             middle = {name: median(row[name] for row in rows) for name in ("first_ms", "last_ms", "exit_ms")}
-            print(f"{cell:13} median of {len(rows)}: " + "  ".join(f"{name} {it:,.0f}" for name, it in middle.items()))
+            print(f"{cell:13} median of {len(rows)}: " + "  ".join(f"{name} {ms:,.0f}" for name, ms in middle.items()))
     found = run.found()
     print(f"{found['differ']} of {found['compared']} tokens differ; GPU MiB in use: {found['gpu_used_mib']}")
     return int(found["differ"] > 0 or {row["cell"] for row in run.rows} != {*options.cells})
