@@ -11,19 +11,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import Final
+from typing import Final, NamedTuple
+
+import torch
 
 from kernels.cuda import block_plans, prompt_index
-from kernels.cuda.attention import HEADS_TOGETHER, HOPPER, HOPPER_KINDS, hopper_defines
+from kernels.cuda.attention import HEADS_TOGETHER, HOPPER, HOPPER_KINDS, hopper_defines, is_written
 from kernels.cuda.encode import fp4_defines
-from kernels.cuda.index_topk import Indexer, select_defines
+from kernels.cuda.index_topk import Indexer, indexer_of, select_defines
 from kernels.cuda.jit import UNITS, Defines, Resources, cache_dir, cached_unit, compile_unit, row_defines
 from kernels.cuda.launch import CLUSTERS_SINCE, RANKS
 from kernels.layout import Geometry
-from kernels.row_format import index_key_format, kv_row_format
+from kernels.row_format import RowFormat, index_key_format, kv_row_format
 
 ARCHITECTURES: Final = ("sm_80", "sm_90", "sm_100", "sm_120")
 
@@ -35,8 +37,6 @@ LAYOUTS: Final = (
     *((656, 132, 0), (584, 132, 0), (1152, 256, 0), (352, 68, 0), (196, 132, 0), (320, 132, 0)),
     *((13, 7, 0), (584, 132, 512), (4096, 256, 2048)),
 )
-#: Those of rows of DeepSeek-V3.2 and GLM-5, in fp8 and in bfloat16.
-SERVED: Final = (LAYOUTS[0], LAYOUTS[2])
 ROWLESS: Final = ("begin_step", "seat")  # units that touch tables alone
 # Indexers of 64 heads, DeepSeek-V3.2's, and of 32 in each pair of formats, of 16, A.X-K2-Light's, and a small one whose
 # heads fill no tile.
@@ -62,7 +62,17 @@ def attention_variants() -> Iterator[Defines]:
     return (hopper_defines(*of) for of in product(HOPPER_KINDS, HEADS_TOGETHER, (False, True)))
 
 
-def variants(arch: str, layouts: Sequence[tuple[int, int, int]] | None = None) -> Iterator[tuple[str, Defines]]:
+class Kept(NamedTuple):
+    """Formats of the rows and of the index keys that a model keeps, and heads of its indexer."""
+
+    rows: RowFormat
+    keys: RowFormat
+    index_heads: int
+
+
+def variants(
+    arch: str, layouts: Sequence[tuple[int, int, int]] | None = None, indexers: Iterable[Indexer] = INDEXERS
+) -> Iterator[tuple[str, Defines]]:
     """Unit and defines of every variant that is kept compiling for `arch`, by default for all LAYOUTS."""
     number = int(arch.removeprefix("sm_"))
     yield "index_select", select_defines()
@@ -73,7 +83,7 @@ def variants(arch: str, layouts: Sequence[tuple[int, int, int]] | None = None) -
         yield "quantize", ()
         yield from (("encode", fp4_defines(form, size)) for form, size in product(FP4_FORMS, (2, 4)))
         yield from (("block_linear", plan.defines(form)) for plan, form in block_plans.forms())
-    read = [indexer for indexer in INDEXERS if indexer.on_hopper(number) or not indexer.codes]
+    read = [indexer for indexer in indexers if indexer.on_hopper(number) or not indexer.codes]
     yield from ((indexer.unit(number), indexer.defines(number)) for indexer in read)
     yield from row_variants(arch, layouts or LAYOUTS)
 
@@ -94,12 +104,16 @@ def row_variants(arch: str, layouts: Sequence[tuple[int, int, int]]) -> Iterator
                 yield unit, defines
 
 
-def build(arch: str) -> str:
-    """Compile what a worker with rows of SERVED may load on `arch` into its cache, as many units at a time as there
-    are cores; return a line about it. Raises ConfigError, InternalError."""
+def build(arch: str, models: Iterable[Kept]) -> str:
+    """Compile what a worker of any of `models` that `arch` has kernels for may load into its cache, as many units at a
+    time as there are cores; return a line about it. Raises ConfigError, InternalError."""
     directory = cache_dir()
     began, before = time.monotonic(), len(list(directory.glob("*.cubin")))
-    units = {unit for layout in SERVED for unit in variants(arch, (layout,))}
+    units: set[tuple[str, Defines]] = set()
+    for rows, keys, heads in models:
+        indexer = indexer_of(heads, keys, torch.bfloat16)
+        if rows.kind != "fp4" or (is_written(rows) and indexer.on_hopper(int(arch.removeprefix("sm_")))):
+            units.update(variants(arch, ((rows.row_bytes, keys.row_bytes, 0),), (indexer,)))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(lambda unit: cached_unit(unit[0], unit[1], arch, directory), sorted(units)))
     compiled = len(list(directory.glob("*.cubin"))) - before

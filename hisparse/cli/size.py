@@ -29,6 +29,9 @@ PRINTED: Final = (
     *("hot_size_classes", "role"),
 )
 
+#: Those that are printed where they are not auto.
+OWN_KINDS: Final = ("row_dtype", "index_dtype")
+
 #: Those of a worker that drafts, too.
 DRAFTING: Final = ("draft_tokens", "tail_slots")
 
@@ -51,6 +54,7 @@ FLAGS: Final = {
             "host_mem",
             "device_mem",
             "kv_dtype",
+            *OWN_KINDS,
             "hot_size_classes",
             "role",
             "seats",
@@ -90,6 +94,8 @@ FLAGS: Final = {
     "--group-size", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share one copy of the model."
 )
 @click.option("--kv-dtype", metavar="KIND", help="Rows and keys: float32, bfloat16, fp8, fp4; default: the model's.")
+@click.option("--row-dtype", metavar="KIND", help="Rows alone; default: as --kv-dtype.")
+@click.option("--index-dtype", metavar="KIND", help="Index keys alone; default: as --kv-dtype.")
 @click.option("--hot-size-classes", metavar="SLOTS,...", help="Hot-buffer sizes to compare.")
 @click.option("--role", type=click.Choice(["both", "decode"]), help="decode: other workers compute prompts.")
 @click.option("--seats", type=click.IntRange(1), help="Requests in one decode batch at most; default: as many as fit.")
@@ -164,6 +170,8 @@ def size(
     else:
         about = {
             "settings": _chosen(found.settings),
+            "row_dtype": kinds.rows,
+            "index_dtype": kinds.keys,
             "group_size": group_size,
             "weights_bytes_per_gpu": sum(held.weights.values()) if held else None,
             "weights_bytes_by_dtype": dict(held.weights) if held else {},
@@ -385,7 +393,8 @@ def _remedy(path: Path, dimensions: Any, gpu_bytes: int, settings: WorkerSetting
 
 
 def _chosen(settings: WorkerSettings) -> dict[str, object]:
-    names = (*PRINTED, *(DRAFTING if settings.draft_tokens_max else ()))
+    own = (name for name in OWN_KINDS if getattr(settings, name) != AUTO)
+    names = (*PRINTED, *own, *(DRAFTING if settings.draft_tokens_max else ()))
     return {name: getattr(settings, name) for name in names}
 
 
@@ -458,8 +467,8 @@ def _lines(plan: MemoryPlan, model: str, kinds: KvKinds) -> Iterator[str]:
 
     each = f", {plan.requests_by_host // plan.workers} for each of {plan.workers} workers" if plan.workers > 1 else ""
     yield f"{model}: {plan.layers} layers, {plan.index_groups} index groups, top-k {plan.topk}"
-    keys = "" if kinds.keys == kinds.rows else f" in {kinds.keys}"
-    yield f"  row             {plan.row_bytes} bytes in {kinds.rows}, index key {plan.index_row_bytes}{keys}"
+    yield f"  row             {plan.row_bytes} bytes in {kinds.rows}"
+    yield f"  index key       {plan.index_row_bytes} bytes in {kinds.keys}"
     yield f"A request of {plan.context_tokens} tokens:"
     yield (
         f"  host memory     {plan.host_bytes_per_token} bytes per token, "

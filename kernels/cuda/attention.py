@@ -254,13 +254,13 @@ def prepare_attention(state: DeviceState, heads: int, form: RowFormat, dtype: to
                 attend_rows(state, 0, queries, nothing, 1.0, out, logits, blocks=blocks, splits=1 << power)
 
 
-def _is_written(form: RowFormat) -> bool:
+def is_written(form: RowFormat) -> bool:
     """Return whether attend_rows.cuh has rows of `form`."""
     return (form.scaled, form.plain) == (HOPPER_LATENT, HOPPER_ROPE)
 
 
 def _require_kernel(form: RowFormat, wide: bool, capability: tuple[int, int]) -> None:
-    if form.kind == "fp4" and (wide or capability != HOPPER or not _is_written(form)):
+    if form.kind == "fp4" and (wide or capability != HOPPER or not is_written(form)):
         held = f"{HOPPER_LATENT} latents and {HOPPER_ROPE} rope values, by bfloat16 queries"
         remedy = f"keep them in fp8; in fp4 Hopper alone reads them, {held}"
         raise BadInput("no kernel reads such rows", field="rows", value=form.kind, remedy=remedy)
@@ -298,7 +298,7 @@ def blocks_of(form: RowFormat, batch: int, heads: int, wide: bool, capability: t
     if form.kind == "fp4":
         return HOPPER_BLOCKS
     if capability == HOPPER and heads >= HOPPER_BLOCKS.heads and form.scaled >= HOPPER_LATENT // 2:
-        if _is_written(form) and -(-heads // HOPPER_BLOCKS.heads) * batch >= HOPPER_PROGRAMS_LEAST:
+        if is_written(form) and -(-heads // HOPPER_BLOCKS.heads) * batch >= HOPPER_PROGRAMS_LEAST:
             return HOPPER_BLOCKS
         return Blocks(heads=64, rows=64, warps=8, stages=1 if form.kind == "fp8" else 2)
     return Blocks(heads=16, rows=32, warps=4, stages=3)

@@ -434,15 +434,22 @@ def test_build_fills_the_cache_with_what_workers_load(tmp_path: Path, monkeypatc
     assert f"units for sm_90 lie in {tmp_path / 'kernels'}: {len(compiled)} were compiled in" in built.output
     assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o700
     count = len(compiled)
-    assert ": 0 were compiled" in kernels_compile.build("sm_90")
-    for layers, row_bytes, key_bytes in ((61, 656, 132), (78, 656, 132), (61, 1152, 256), (78, 1152, 256)):
+    again = CliRunner().invoke(main, ["kernels", "build", "--arch", "sm_90"])
+    assert ": 0 were compiled" in again.output
+    rows = ((656, 132), (1152, 256), (352, 68), (196, 132), (320, 256))
+    for layers, (row_bytes, key_bytes) in product((61, 78), rows):
         defines = jit.row_defines(Geometry(layers, row_bytes, tuple(range(layers)), key_bytes, 2048), 4096 * 1021)
         units: list[tuple[str, jit.Defines]] = [(unit, defines) for unit in ("copy_rows", "rows")]
         units += [("swap_in", (*defines, ("RANKS", ranks), ("DRAFT", draft))) for ranks in RANKS for draft in (0, 1)]
         units += [("begin_step", (*defines, ("DRAFTS", draft))) for draft in (0, 1)]
         for unit, needed in units:
             jit.cached_unit(unit, needed, "sm_90", tmp_path / "kernels")
+    for indexer in (Indexer(16, 128, 2, 1), Indexer(16, 128, 2, 2), Indexer(32, 128, 2, 1, codes=True)):
+        jit.cached_unit(indexer.unit(90), indexer.defines(90), "sm_90", tmp_path / "kernels")
     assert len(compiled) == count
+    older = CliRunner().invoke(main, ["kernels", "build", "--arch", "sm_80"])
+    assert older.exit_code == 0, older.output
+    assert "index_hopper" not in compiled[count:], "rows of four bits are Hopper's"
     assert ARCHITECTURES == kernels_compile.ARCHITECTURES
 
 

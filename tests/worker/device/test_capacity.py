@@ -40,7 +40,7 @@ from worker.group.exchange import Alike, Exchange
 from worker.keeper.messages import GPU_SEGMENT_BYTES
 from worker.loop.reuse import WARM_UP_STEPS
 from worker.loop.selections import TraceSizes, encode, encode_head
-from worker.runners.checkpoint import anonymous_info, geometry_of, read_dimensions
+from worker.runners.checkpoint import anonymous_info, geometry_of, kinds_of, read_dimensions
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.layout import ExpertShare, exchange_bytes, group_sizes, prompt_scratch_bytes, weights_bytes
@@ -307,9 +307,31 @@ def test_capacity_prints_a_single_object(config_json: Path) -> None:
 
 def test_printed_settings_start_a_worker(config_json: Path) -> None:
     text = size(config_json, *ISSUED, "--kv-dtype", "fp8")
+    assert size_worker(printed_settings(text), deepseek(), info()).capacity.seats == printed_settings(text).seats == 23
+
+
+def printed_settings(text: str) -> WorkerSettings:
     table = tomllib.loads(text[text.index("[worker]") :])
-    settings = build(table, {}, {"worker.device": "cuda"}, HostFacts("h", 1, 1)).worker
-    assert size_worker(settings, deepseek(), info()).capacity.seats == settings.seats == 23
+    return build(table, {}, {"worker.device": "cuda"}, HostFacts("h", 1, 1)).worker
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows", "keys"),
+    [
+        (("--kv-dtype", "fp4"), ("fp4", 352), ("fp4", 68)),
+        (("--kv-dtype", "fp8", "--index-dtype", "fp4"), ("fp8", 656), ("fp4", 68)),
+        (("--row-dtype", "fp4", "--index-dtype", "fp8"), ("fp4", 352), ("fp8", 132)),
+    ],
+)
+def test_formats_of_rows_and_keys_are_printed_and_kept(
+    config_json: Path, flags: tuple[str, ...], rows: tuple[str, int], keys: tuple[str, int]
+) -> None:
+    text = size(config_json, *ISSUED, *flags)
+    assert f"  row             {rows[1]} bytes in {rows[0]}\n  index key       {keys[1]} bytes in {keys[0]}\n" in text
+    found = json.loads(size(config_json, *ISSUED, *flags, "--json"))
+    assert (found["row_dtype"], found["row_bytes"]) == rows
+    assert (found["index_dtype"], found["index_row_bytes"]) == keys
+    assert kinds_of(read_dimensions(config_json), printed_settings(text)) == (rows[0], keys[0])
 
 
 def test_capacity_needs_no_torch(config_json: Path) -> None:
