@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Final
 
 from tests import ROOT
-from tests.gpu import memcheck, memcheck_attention
 
 #: Of a step that is told to end, until it is killed: compute-sanitizer prints its report meanwhile.
 GRACE_S: Final = 5
@@ -86,6 +85,8 @@ def tests_of(files: Iterable[Path]) -> list[Step]:
 
 def racechecks() -> list[Step]:
     """Each part of both subsets by itself: all in one would take longer than a card is there."""
+    from tests.gpu import memcheck, memcheck_attention  # torch
+
     command = "compute-sanitizer --tool racecheck --error-exitcode 9 python -m"
     return [
         Step(f"racecheck-{part}", f"{command} {program.__name__} {part}", limit_s=250)
