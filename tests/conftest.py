@@ -64,8 +64,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Fork the processes of a whole run. Those of single rooms may need no model, and CUDA outlives no fork."""
-    if config.args_source is not pytest.Config.ArgsSource.ARGS and not NVIDIA.exists():
+    """Fork the processes of a whole run, beside seeds that a test awaits. Those of single rooms may need no model, and
+    CUDA outlives no fork."""
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        return
+    if not config.option.keyword:
+        from tests.sim import commit_seeds
+
+        run_dir = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        seeds = commit_seeds.begin(run_dir, *range(commit_seeds.PARTS))
+        config.add_cleanup(lambda: commit_seeds.end(seeds))
+    if not NVIDIA.exists():
         from tests.support.xdist_process import fork_processes
 
         fork_processes()

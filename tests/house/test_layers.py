@@ -100,10 +100,18 @@ def known(name: str) -> str:
     return name
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Statements in `node` at any depth, and what holds some. Expressions, which hold none, are most of a tree."""
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for inner in held if isinstance(held := getattr(node, part, ()), list) else ():
+            yield inner
+            yield from statements(inner)
+
+
 def imports_of(module: str) -> set[str]:
     """Modules of ours that `module` imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / modules()[module]).read_text())):
+    for node in statements(ast.parse((ROOT / modules()[module]).read_text())):
         if isinstance(node, ast.Import):
             found |= {known(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

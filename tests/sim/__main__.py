@@ -11,6 +11,7 @@ import gc
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Final
 
 from tests.sim.run import Result, simulate
@@ -20,14 +21,14 @@ from tests.sim.trace import TAIL_LINES, Violation
 GC_YOUNG: Final = 20_000
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds to run")
     parser.add_argument("--start", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="replay this one alone")
     parser.add_argument("--no-faults", action="store_true", help="the same workload, undisturbed")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the whole trace")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     gc.freeze()  # no collection looks at what is imported: a tenth of a seed's time
     gc.set_threshold(GC_YOUNG)  # another tenth
     if options.seed is not None:

@@ -9,15 +9,16 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests import ROOT
+from tests.sim import commit_seeds
 from tests.sim.__main__ import main
 from tests.sim.mutants import MUTANTS
 from tests.sim.run import simulate
 from tests.sim.trace import TAIL_LINES
-from tests.support.history import first_parent_commits, seeds_of
 
 #: Seeds that once found a defect. One that fails in a run of the suite joins them: the next commit has other seeds.
 FAILED_ONCE = (366, 414, 553, 645, 721, 766, 959, 1_209, 11_067, 11_373, 700_038, 7_600_253)
@@ -36,19 +37,19 @@ def start(*options: str, hash_seed: str = "0") -> subprocess.Popen[str]:
 
 
 @pytest.mark.timeout(SEEDS_LIMIT_S)
-def test_seeds_of_this_commit_break_no_invariant() -> None:
+def test_seeds_of_this_commit_break_no_invariant(run_dir: Path) -> None:
     """I1 to I5, I7 and I8 after each event, and every output against the oracle. Each of two processes has half."""
-    seeds = seeds_of(first_parent_commits())
-    half = len(seeds) // 2
-    processes = [start("--seeds", str(half), "--start", str(first)) for first in seeds[::half]]
-    outputs = [process.communicate()[0] for process in processes]
+    for process in [commit_seeds.begin(run_dir, part) for part in range(commit_seeds.PARTS)]:
+        assert process.wait() == 0
     faults: list[float] = []
-    for process, output in zip(processes, outputs, strict=True):
+    for part in range(commit_seeds.PARTS):
+        status, output = commit_seeds.outcome(run_dir, part)
         summary = re.search(
             r"^(\d+) seeds from \d+: ([\d.]+) faults a seed, .* (\d+) violations$", output, re.MULTILINE
         )
         assert summary is not None, output[-4000:]
-        assert (process.returncode, summary[1], summary[3]) == (0, str(half), "0"), output[-20_000:]
+        seeds = str(commit_seeds.count(part))
+        assert (status, summary[1], summary[3]) == (0, seeds, "0"), output[-20_000:]
         faults.append(float(summary[2]))
     assert sum(faults) / len(faults) >= FAULTS_MIN
 
