@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
@@ -111,13 +111,14 @@ def test_stops_are_those_of_the_full_text(pieces: list[bytes], stops: list[str],
 
 
 @given(pieces_of, stops_of)
+@example([b"\xe2"] * PENDING_TOKENS_MAX, ["a"])  # a character that stays open is published as it is
 @settings(max_examples=200)
 def test_text_is_held_only_for_a_possible_stop_string(pieces: list[bytes], stops: list[str]) -> None:
     matcher, detokenizer = StopMatcher(stops, FakePieces(pieces)), FakePieces(pieces)
     text, borders = "", [(0, 0)]
     for token in range(len(pieces)):
         text += detokenizer.push([token])
-        if not detokenizer.pending:
+        if not detokenizer.pending or token + 1 - borders[-1][1] >= PENDING_TOKENS_MAX:
             borders.append((len(text), token + 1))
         state = matcher.push([token])
         if state.finished:

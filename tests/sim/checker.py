@@ -93,6 +93,7 @@ class Checker(trio.abc.Instrument):
         self._rows_seen: dict[int, tuple[int, ...]] = {}  # by slot, what the rows found right last depend on
         self._last_seen = -1
         self._turns_seen: dict[int, tuple[RequestFacts, RequestOrdered]] = {}  # live requests, by arrival
+        self._arrived = 0  # the last request that was seen to arrive
         self._rounds = 0
         self._replayed = 0  # rows that the disk had seen at the last replay
 
@@ -184,12 +185,14 @@ class Checker(trio.abc.Instrument):
 
     def _check_turns(self, life: CoordinatorLife) -> None:
         """Check the ranks of requests that have arrived, in order, where arrivals are all that has changed, whatever
-        came before: each order makes another object, so that a hold and its end between two looks are seen."""
+        came before: each order makes another object, so that a hold and its end between two looks are seen, and a
+        request that has come and gone leaves a gap in the numbers."""
         now = {entry.facts.arrival: (entry.facts, entry.ordered) for entry in life.entries()}
         before, self._turns_seen = self._turns_seen, now
         new = sorted(now.keys() - before.keys())
+        last, self._arrived = self._arrived, new[-1] if new else self._arrived
         same = (arrival in now and now[arrival][1] is orders for arrival, (_, orders) in before.items())
-        if not all(same) or any(now[arrival][1].held for arrival in new):
+        if not all(same) or new != [*range(last + 1, self._arrived + 1)] or any(now[one][1].held for one in new):
             return
         present = [(facts, orders.held) for facts, orders in before.values()]
         for arrival in new:
