@@ -59,7 +59,7 @@ def compare(
         return OracleVerdict(request_id, length, 0, 0, False, None, None)
     in_both = divergence < min(len(tokens), len(oracle.tokens))
     gap = oracle.gaps[divergence] if divergence < len(oracle.gaps) else None
-    is_tie = gap is not None and gap < tie_bound and in_both and tokens[divergence] == oracle.runners_up[divergence]
+    is_tie = in_both and gap is not None and gap < tie_bound and tokens[divergence] == oracle.runners_up[divergence]
     if is_tie or (in_both and _says(tokens[: divergence + 1], nudged)):
         return OracleVerdict(request_id, divergence, 0, length - divergence, True, divergence, gap)
     equal = sum(ours == theirs for ours, theirs in zip(tokens, oracle.tokens, strict=False))

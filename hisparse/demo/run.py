@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -94,15 +94,8 @@ async def _gather(options: DemoOptions, requests: Sequence[DemoRequest], directo
     began = trio.current_time()
     served = sorted(outcome.served, key=lambda it: it.request_id)
     runs = await _oracle_runs(model, served, options, directory, display)
-    nudged: dict[str, list[OracleRun]] = {request.request_id: [] for request in served}
-    for number in range(NUDGES):
-        differing = [one for one in served if _differs(outcome.tokens[one.request_id], runs, nudged, one.request_id)]
-        if not differing:
-            break
-        display.note(
-            f"{len(differing)} differ: generate() again with last bits changed, {number + 1} of {NUDGES} at most"
-        )
-        await consult(model, differing, options, directory, lambda name, run: nudged[name].append(run), number)
+    ask = partial(consult, model, options=options, work_dir=directory)
+    nudged = await nudged_runs(ask, served, outcome.tokens, runs, display.note)
     layers, row_bytes = kv_shape(model)
     return Evidence(
         outcome=outcome,
@@ -147,10 +140,27 @@ async def _oracle_runs(
     return runs
 
 
-def _differs(
-    tokens: Sequence[int], runs: Mapping[str, OracleRun], nudged: Mapping[str, Sequence[OracleRun]], name: str
-) -> bool:
-    return compare(name, tokens, runs[name], TIE_BOUND, nudged[name]).mismatched > 0
+async def nudged_runs(
+    ask: Callable[..., Awaitable[None]],
+    requests: Sequence[DemoRequest],
+    tokens: Mapping[str, Sequence[int]],
+    runs: Mapping[str, OracleRun],
+    note: Callable[[str], None],
+) -> dict[str, list[OracleRun]]:
+    """Return outputs of the oracle with other last bits by request id, for requests whose `tokens` differ from `runs`:
+    until one of them excuses the difference, NUDGES at most. `ask` is `consult`."""
+    found: dict[str, list[OracleRun]] = {request.request_id: [] for request in requests}
+
+    def differs(name: str) -> bool:
+        return compare(name, tokens[name], runs[name], TIE_BOUND, found[name]).mismatched > 0
+
+    for number in range(NUDGES):
+        differing = [request for request in requests if differs(request.request_id)]
+        if not differing:
+            break
+        note(f"{len(differing)} differ: generate() again with last bits changed, {number + 1} of {NUDGES} at most")
+        await ask(requests=differing, done=lambda name, run: found[name].append(run), nudge=number)
+    return found
 
 
 def _load_text(options: DemoOptions, requests: Sequence[DemoRequest]) -> str:

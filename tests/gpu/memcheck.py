@@ -2,7 +2,7 @@
 
 Every path of every kernel once or twice, at small sizes: clusters of one, two, five and sixteen blocks; hits, misses,
 duplicates, padding, resident requests, old stamps, drafts, both directions of copies. Names of PARTS as arguments walk
-through these alone: racecheck takes a hundred times as long as the kernels, and all of it more than ten minutes.
+through these alone: racecheck takes minutes for some.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hisparse.demo.compare import TIE_BOUND, OracleRun, compare, first_difference
 from hisparse.demo.oracles import deal
-from hisparse.demo.plan import DemoOptions, PromptSource, cut_prompts, memory_for, prompt_lengths
+from hisparse.demo.plan import DemoOptions, DemoRequest, PromptSource, cut_prompts, memory_for, prompt_lengths
 from hisparse.demo.report import DemoReport, RequestReport, figure_lines, judged, render
-from hisparse.demo.run import _deterministic_if_possible
+from hisparse.demo.run import NUDGES, _deterministic_if_possible, nudged_runs
 from hisparse.demo.setup import cluster_config
 from hisparse.demo.watch import DemoWatch, Outcome, pages_in_use
 from protocol.errors import BadInput, ConfigError
@@ -129,6 +129,24 @@ def test_output_of_an_oracle_with_other_last_bits_excuses_the_same_tokens_alone(
     for tokens in ([7, 6, 1, 1], [5, 8, 5, 5], [7, 9, 5, 5], [7]):
         wrong = compare("r", tokens, plain, TIE_BOUND, [plain, other])
         assert (wrong.mismatched > 0, wrong.tie_excused) == (True, False)
+
+
+async def test_oracle_is_asked_again_until_a_difference_is_excused() -> None:
+    equal, excused, wrong = (DemoRequest(name, "", ()) for name in ("equal", "excused", "wrong"))
+    tokens = {"equal": [7, 9], "excused": [7, 8], "wrong": [7, 1]}
+    runs = {name: oracle([7, 9], [1.0] * 2, [0] * 2) for name in tokens}
+    asked, notes = list[list[str]](), list[str]()
+
+    async def ask(requests: Sequence[DemoRequest], done: Callable[[str, OracleRun], None], nudge: int) -> None:
+        assert nudge == len(asked)
+        asked.append([request.request_id for request in requests])
+        for name in asked[-1]:
+            done(name, oracle([7, 8] if nudge else [7, 9], [1.0] * 2, [0] * 2))
+
+    found = await nudged_runs(ask, [equal, excused, wrong], tokens, runs, notes.append)
+    assert asked == [["excused", "wrong"]] * 2 + [["wrong"]] * (NUDGES - 2)
+    assert {name: len(outputs) for name, outputs in found.items()} == {"equal": 0, "excused": 2, "wrong": NUDGES}
+    assert len(notes) == NUDGES
 
 
 def test_missing_or_surplus_token_is_a_mismatch_even_at_a_tie() -> None:
