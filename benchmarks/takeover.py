@@ -327,7 +327,7 @@ class Run:
             await until(lambda: all(len(stream.tokens) >= BEFORE for stream in streams))
             began = time.time()
             cluster.workers[WORKER].signal(SIGNALS[cell.partition("-")[2]])
-            lost_at = await self._lost(client, streams[0].name)
+            lost_at = await self._lost(client, min(streams, key=lambda stream: len(stream.tokens)).name)
             known = {row.request_id: row.generated_tokens for row in (await client.requests()).rows}
             await until(
                 lambda: all(stream.is_over or len(stream.tokens) > known[stream.name] + AFTER for stream in streams)
@@ -421,7 +421,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=5, help="of each cell at most")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(200, 400), metavar=("LEAST", "MOST"))
-    parser.add_argument("--tokens", type=int, default=512, help="of each stream at most")
+    parser.add_argument("--tokens", type=int, default=1024, help="of each stream at most")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--model", type=Path, help="a checkpoint, or where to write one")
     parser.add_argument("--layers", type=int, help="0: a tiny checkpoint; default: 6, on a CPU 0")

@@ -58,12 +58,11 @@ from worker.link.link_state import NAME_LIMITS, LinkState, WorkerIdentity
 from worker.link.outbox import Outbox
 from worker.loop.executor import Executor
 from worker.loop.recording import SelectionRecorder
-from worker.pool.host_pool import MappedPool
 from worker.pool.start import open_pool, size_pool
 from worker.runners.base import Runner
 from worker.runners.checkpoint import fingerprint
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
-from worker.standby import DismissedError, stand_by
+from worker.standby import DismissedError, Prepared, stand_by
 from worker.streams import Streams, make_streams
 from worker.transfer.transfers import check_transfer, open_transfers
 
@@ -86,8 +85,8 @@ def run_worker(config: Config, *, as_standby: bool = False) -> int:
         torch.set_num_threads(settings.threads)
     try:
         with interruptible() as halted:
-            attached = stand_by(config, halted) if as_standby else None
-            worker = WorkerProcess(config, halted, attached=attached, takes_over=as_standby)
+            prepared = stand_by(config, halted) if as_standby else None
+            worker = WorkerProcess(config, halted, prepared)
     except DismissedError:
         return EXIT_CLEAN
     except StartInterruptedError as stop:
@@ -107,18 +106,11 @@ def run_worker(config: Config, *, as_standby: bool = False) -> int:
 class WorkerProcess:
     """The parts of one worker, wired. Raises HiSparseError when they cannot be; `halted` ends the start of the pool.
 
-    `attached` is the pool that a standby has attached to. `takes_over`: requests of another worker wait for this one.
+    `prepared`: by a standby, which takes over from a worker whose requests wait.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        halted: threading.Event,
-        *,
-        attached: MappedPool | None = None,
-        takes_over: bool = False,
-    ) -> None:
-        self._takes_over = takes_over
+    def __init__(self, config: Config, halted: threading.Event, prepared: Prepared | None = None) -> None:
+        self._takes_over, self._prepared = prepared is not None, prepared or Prepared()
         access(config.cluster, "worker", config.cluster.worker_endpoint)  # refused now, not after minutes of loading
         if config.worker.device != "cpu":
             let_segments_grow()
@@ -127,16 +119,16 @@ class WorkerProcess:
         tell_step("group" if config.worker.group else "model")
         self._group = Group.join(config, fingerprint(config.worker.model)) if config.worker.group else None
         try:
-            self._start(config, halted, attached)
+            self._start(config, halted)
         except BaseException:
             if self._group is not None:
                 self._group.close()
             raise
 
-    def _start(self, config: Config, halted: threading.Event, attached: MappedPool | None) -> None:
+    def _start(self, config: Config, halted: threading.Event) -> None:
         collectives = self._group.collectives if self._group is not None else None
         keeper = keeper_path(config) if config.worker.keeper else None
-        runner = load_runner(config.worker, collectives, keeper)
+        runner = self._prepared.runner or load_runner(config.worker, collectives, keeper)
         self._weights_seconds, self._keeper = (
             runner.weights_seconds,
             KeeperWatch(keeper, is_kept=runner.weights_are_kept),
@@ -151,7 +143,9 @@ class WorkerProcess:
         _announce(settings, sizing)
         host_pages = sizing.capacity.host_pages
         self._recorder = _recorder(settings, runner)
-        self._pool = open_pool(config, runner.geometry, host_pages, runner.info.fingerprint, halted, attached=attached)
+        self._pool = open_pool(
+            config, runner.geometry, host_pages, runner.info.fingerprint, halted, attached=self._prepared.pool
+        )
         try:
             self._wire(config, runner, sizing)
         except BaseException:
@@ -170,7 +164,7 @@ class WorkerProcess:
     def _wire_with(self, config: Config, runner: Runner, sizing: Sizing, streams: Streams) -> None:
         settings = config.worker
         tell_step("device")
-        tokenizer = read_tokenizer(settings.model)
+        tokenizer, began = read_tokenizer(settings.model), time.monotonic()
         self._outbox = Outbox(epoch=time.time_ns() // 1_000_000)
         self._executor = Executor(
             runner,
@@ -183,10 +177,12 @@ class WorkerProcess:
             group=self._group,
             recorder=self._recorder,
             graphs_later=self._takes_over and self._group is None,
+            is_warm=self._prepared.is_warm,
         )
         if settings.device != "cpu":
-            left = free_device_bytes(settings.device)
-            log.info("sized", extra=fields(scratch_bytes=self._executor.scratch_bytes, device_bytes_left=left))
+            taken, left = self._executor.scratch_bytes, free_device_bytes(settings.device)
+            seconds = round(time.monotonic() - began, 3)
+            log.info("sized", extra=fields(scratch_bytes=taken, device_bytes_left=left, seconds=seconds))
         self._thread = threading.Thread(target=run_or_die, args=(self._executor.run,), name="executor", daemon=True)
         transfers = self._executor.transfers
         open_transfers(transfers, config, runner, self._pool, wake=self._executor.wake)

@@ -4,6 +4,10 @@
     device      its context, on a GPU
     pool        the node's, mapped and registered. Nothing is read or written there before the order: the pages are a
                 living worker's
+    weights     those that the keeper holds, mapped for reading alone. Without a keeper, or where it does not hold them,
+                they are found after the order. So it is for ranks of a group, which know their share once they meet
+    kernels     on a GPU with such weights: each batch size runs once on padding, in scratch memory of this process, so
+                that kernels are loaded, and libraries have what they keep
     order       one line on the standard input, from the supervisor alone, which has the proof that the worker before
                 has exited (hisparse.cluster.supervision). The end of the input is the end of a standby
 
@@ -12,8 +16,9 @@ On a GPU, all but captures runs in the thread in which a plain start runs it:
     thread   calls                                                     order
     main     context, library handles of this thread                   before the pool is registered
     main     registration of the pool, by threads that set the device  behind the context, outside of captures
-    main     weights, sizes, state, streams; each batch size once,     behind the order: memory of the worker before is
-             eagerly, so that kernels are loaded and scratch exists    free only then
+    main     weights, each batch size once on padding                  before the order, in memory of its own
+    main     sizes, state, streams; weights and batch sizes that were  behind the order: memory of the worker before is
+             not prepared                                              free only then
     loop     adopts the streams, waits for the device                  behind all launches of the main thread
     loop     first units and steps, eagerly: a thread has handles of   before any capture: no handle may be made while
              cuBLAS and a workspace on `compute` of its own            a stream is captured
@@ -37,20 +42,33 @@ import pkgutil
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import msgspec
 import torch
 
 import kernels.cuda
 from kernels.cuda.triton_units import triton_unit
-from protocol.errors import ConfigError
+from protocol.config import keeper_path
+from protocol.errors import CapacityError, ConfigError, Unavailable
 from protocol.logs import fields, logger
 from protocol.settings import Config, WorkerSettings
 from protocol.start_and_end import STANDBY, tell_step
+from protocol.text import make_tokenizer
+from protocol.tokenizer_files import read_tokenizer
+from protocol.units import managed_chunks
 from worker.device.gpu_memory import cuda_device, let_segments_grow
+from worker.device.pinned import host_tensor
+from worker.device.sizing import size_worker
+from worker.keeper.memory import TableDiffersError
+from worker.link.outbox import Outbox
+from worker.loop.executor import Executor
 from worker.pool.host_pool import MappedPool
 from worker.pool.start import attach_pool
 from worker.runners.checkpoint import fingerprint, geometry_of, kinds_of, library_refusals, read_dimensions
+from worker.runners.transformers_dsa import TransformersRunner, load_runner
+from worker.streams import make_streams
 from worker.weights.model import empty_model
 from worker.weights.safetensors_header import FIELD
 
@@ -63,8 +81,18 @@ class DismissedError(Exception):
     """The supervisor needs this standby no more, or has ended."""
 
 
-def stand_by(config: Config, halted: threading.Event) -> MappedPool | None:
-    """Prepare, and wait for the order to take over; returns the pool, or None where there was none to attach to.
+@dataclass(frozen=True)
+class Prepared:
+    """What a standby has when it is ordered to take over. `pool`: None where there was none to attach to. `runner`:
+    None where no weights could be mapped. `is_warm`: each batch size has run."""
+
+    pool: MappedPool | None = None
+    runner: TransformersRunner | None = None
+    is_warm: bool = False
+
+
+def stand_by(config: Config, halted: threading.Event) -> Prepared:
+    """Prepare, and wait for the order to take over.
 
     Raises DismissedError, and HiSparseError when a worker with `config` would be refused.
     """
@@ -80,13 +108,59 @@ def stand_by(config: Config, halted: threading.Event) -> MappedPool | None:
     dimensions = read_dimensions(settings.model)
     geometry = geometry_of(dimensions, kinds_of(dimensions, settings), draft_layer=settings.draft_tokens_max > 0)
     pool = attach_pool(config, geometry, fingerprint(settings.model), halted)
-    log.info("ready to take over", extra=fields(seconds=round(time.monotonic() - began, 2), has_pool=pool is not None))
+    runner = _map_weights(config) if settings.keeper and not settings.group else None
+    is_warm = runner is not None and settings.device != "cpu" and _warm_up(settings, runner)
+    log.info(
+        "ready to take over",
+        extra=fields(
+            seconds=round(time.monotonic() - began, 2),
+            has_pool=pool is not None,
+            has_weights=runner is not None,
+            is_warm=is_warm,
+        ),
+    )
     tell_step(STANDBY)
     if not os.read(STDIN, 1):
         raise DismissedError
     tell_step("takes over")
     log.info("takes over")
-    return pool
+    return Prepared(pool, runner, is_warm)
+
+
+def _map_weights(config: Config) -> TransformersRunner | None:
+    """The runner of `config` with the weights that its keeper holds; None, and a line that says why, if it does not."""
+    tell_step("weights")
+    try:
+        return load_runner(config.worker, keeper=keeper_path(config), only_attach=True)
+    except (TableDiffersError, Unavailable, CapacityError) as error:
+        log.warning("weights are not mapped ahead", extra=fields(cause=error))
+        return None
+
+
+def _warm_up(settings: WorkerSettings, runner: TransformersRunner) -> bool:
+    """Run each batch size on padding, over one page of each kind; returns whether the device had memory for that."""
+    tell_step("kernels")
+    geometry, device = runner.geometry, cuda_device(settings.device)
+    chunks = managed_chunks(min(settings.hot_size_classes))
+    least = msgspec.structs.replace(settings, host_mem=str(geometry.page_bytes), hot_chunks_max=chunks)
+    device_bytes = torch.cuda.get_device_properties(device).total_memory
+    prompts = runner.prompt_bytes(settings.pass_tokens)
+    sizing = size_worker(least, geometry, runner.info, free_device_bytes=device_bytes, prompt_bytes=prompts)
+    host = host_tensor(sizing.capacity.host_pages, geometry.page_bytes, dtype=torch.uint8, device=device)
+    streams, tokenizer = make_streams(settings.stream_backend, device=settings.device), read_tokenizer(settings.model)
+    text = make_tokenizer(tokenizer.kind, tokenizer.data)
+    try:
+        executor = Executor(
+            runner, least, replace(sizing, slab_pages=1), streams, host, text, Outbox(epoch=0), graphs_later=True
+        )
+    except torch.OutOfMemoryError as error:
+        log.warning("kernels are not loaded ahead", extra=fields(cause=error))
+        return False
+    executor.stop()
+    executor.run()  # its end alone: there is nothing to be done
+    del executor, streams, host
+    torch.cuda.empty_cache()
+    return True
 
 
 def _import_model_code(settings: WorkerSettings) -> None:

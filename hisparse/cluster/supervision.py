@@ -6,7 +6,9 @@
               served for longer than the pause before it: loading and warming up are no service
     hangs     a worker process that was connected, and then missing for HUNG_LIMITS heartbeat limits while the
               coordinator answers, is killed (`ChildWatch`). The coordinator has declared it down one limit earlier, and
-              its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). A
+              its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). Where a
+              standby is ready, the process is killed as soon as a coordinator that had it connected has declared it
+              down: a takeover costs less than one more limit. A
               coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise, and so
               is a worker that has not connected, and has come no further for START_LIMIT_S; of a group, no rank
     standby   where a worker has one, it takes over in place of a restart (hisparse.cluster.standbys),
@@ -104,18 +106,25 @@ class _WorkerProcess:
     """A worker process: the last epoch before its start, and when it was seen connected under a later one.
 
     `starts_since`: when it was started, when the coordinator was back after a silence, or when it or a rank of its
-    group came further.
+    group came further. `was_heard`: the coordinator that answers now has listed it as connected; `is_down`: it does so
+    no longer.
     """
 
     epoch_before: int
     starts_since: float
     first_connected_at: float | None = None
     connected_at: float | None = None
+    was_heard: bool = False
+    is_down: bool = False
 
     def connected(self, epoch: int, now: float) -> None:
         if epoch > self.epoch_before:
             self.connected_at = now
             self.first_connected_at = now if self.first_connected_at is None else self.first_connected_at
+            self.was_heard, self.is_down = True, False
+
+    def forget_heard(self) -> None:
+        self.was_heard = self.is_down = False
 
 
 @dataclass
@@ -141,8 +150,15 @@ class ChildWatch:
         elif name != HTTP:  # the coordinator lists workers alone
             self._processes[name] = _WorkerProcess(self._epochs.get(name, -1), now)
 
+    def asks_anew(self) -> None:
+        """A new connection to the coordinator was made, which may be another process that has heard no worker yet."""
+        for process in self._processes.values():
+            process.forget_heard()
+
     def answered(self, rows: Iterable[WorkerRow], now: float) -> None:
         """The coordinator answered with `rows`. Time in which it did not answer does not count against workers."""
+        if self._answered_at is not None and now - self._answered_at > self.limit_s / HUNG_LIMITS / 2:
+            self.asks_anew()  # it may not have heard heartbeats of that time yet
         if self._answered_at is None or now - self._answered_at > self.limit_s:
             for process in self._processes.values():
                 process.connected_at = None if process.connected_at is None else now
@@ -151,8 +167,11 @@ class ChildWatch:
         self._answers_since = now if self._answers_since is None else self._answers_since
         for row in rows:
             self._epochs[row.worker] = max(row.epoch, self._epochs.get(row.worker, -1))
-            if row.worker in self._processes and row.state in CONNECTED:
-                self._processes[row.worker].connected(row.epoch, now)
+            process = self._processes.get(row.worker)
+            if process is not None and row.state in CONNECTED:
+                process.connected(row.epoch, now)
+            elif process is not None:
+                process.is_down = process.was_heard
 
     def came_to(self, steps: Mapping[str, str], now: float) -> None:
         """Worker processes have come to `steps` of their starts. A change is a sign of life of the process, and of the
@@ -173,8 +192,11 @@ class ChildWatch:
     def is_starting(self, name: str) -> bool:
         return name in self._processes and self._processes[name].connected_at is None
 
-    def hung(self, now: float) -> list[str]:
-        """Names of processes to kill. One that was never connected is still starting, within `start_limit_s`."""
+    def hung(self, now: float, replaceable: Collection[str] = ()) -> list[str]:
+        """Names of processes to kill. One that was never connected is still starting, within `start_limit_s`.
+
+        `replaceable`: workers that have a ready standby. One whose whole group has is killed once it is down.
+        """
         if self._answered_at is None:
             return []
         silent_s = now - self._answered_at
@@ -182,7 +204,11 @@ class ChildWatch:
             return [COORDINATOR]
         if silent_s > self.limit_s / 2:
             return []
-        return [name for name, process in self._processes.items() if self._hangs(process, now)]
+        return [
+            name
+            for name, process in self._processes.items()
+            if self._hangs(process, now) or (process.is_down and set(self.waits_for(name)) <= set(replaceable))
+        ]
 
     def waits_for(self, name: str) -> Sequence[str]:
         """Return the ranks of the group of `name`; itself where it is in none."""
@@ -396,6 +422,7 @@ class ProcessSupervisor:
         """Ask for the workers in intervals, and tell which have standbys; `scope` cancels it when an answer is
         overdue."""
         told: list[str] | None = None
+        self._watch.asks_anew()
         while True:
             if self._standbys is not None and self._standbys.names and told != self._standbys.ready:
                 told = self._standbys.ready
@@ -423,7 +450,8 @@ class ProcessSupervisor:
             self._watch.came_to({name: child.step for name, child in self._workers.items()}, trio.current_time())
             self._look_at_pool()
         self._cluster.keepers.look()
-        for name in self._watch.hung(trio.current_time()):
+        ready = [] if self._standbys is None else self._standbys.ready
+        for name in self._watch.hung(trio.current_time(), ready):
             child = self._cluster.by_name.get(name)  # none: a coordinator elsewhere
             if child is not None and child.running:
                 is_starting = self._watch.is_starting(name)

@@ -13,9 +13,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import trio
@@ -48,10 +49,11 @@ async def consult(
     work_dir: Path,
     done: Done,
     nudge: int | None = None,
+    limits: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Call `done(request_id, run)` for each request as its output arrives. Raises Unavailable when an oracle fails.
 
-    `nudge`: of worker/oracle.py.
+    `nudge`: of worker/oracle.py. `limits`: new tokens by request id, where they are fewer than those of `options`.
     """
     processes = (os.cpu_count() or 1) if options.device == "cpu" else GPU_PROCESSES
     hands = deal([len(request.prompt) ** 2 for request in requests], processes)
@@ -59,7 +61,7 @@ async def consult(
         async with trio.open_nursery() as nursery:
             for number, hand in enumerate(hands):
                 chosen, log_path = [requests[i] for i in hand], work_dir / f"oracle{number}.log"
-                nursery.start_soon(_consult_one, model, chosen, options, log_path, done, nudge)
+                nursery.start_soon(_consult_one, model, chosen, options, log_path, done, nudge, limits)
     if scope.cancelled_caught:
         raise Unavailable("the oracle did not finish", field="limit_s", value=ORACLE_LIMIT_S, remedy="lower --requests")
 
@@ -71,10 +73,14 @@ async def _consult_one(
     log_path: Path,
     done: Done,
     nudge: int | None,
+    limits: Mapping[str, int],
 ) -> None:
     job = {
         "model": str(model),
-        "prompts": [{"tokens": request.prompt, "max_new_tokens": options.new_tokens} for request in requests],
+        "prompts": [
+            {"tokens": request.prompt, "max_new_tokens": limits.get(request.request_id, options.new_tokens)}
+            for request in requests
+        ],
         "ignore_eos": True,
         "threads": 1,
         "dtype": "float32",

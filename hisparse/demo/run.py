@@ -29,7 +29,7 @@ from protocol.settings import Config
 from protocol.text import ByteTokenizer
 
 #: Most runs of the oracle with other last bits, for requests whose tokens differ: does rounding decide there?
-NUDGES: Final = 8
+NUDGES: Final = 4
 
 
 def run_demo(options: DemoOptions, prompt_paths: Sequence[Path], work_dir: Path | None) -> DemoReport:
@@ -148,18 +148,16 @@ async def nudged_runs(
     note: Callable[[str], None],
 ) -> dict[str, list[OracleRun]]:
     """Return outputs of the oracle with other last bits by request id, for requests whose `tokens` differ from `runs`:
-    until one of them excuses the difference, NUDGES at most. `ask` is `consult`."""
+    until one of them excuses the difference, NUDGES at most, up to the token that differs. `ask` is `consult`."""
     found: dict[str, list[OracleRun]] = {request.request_id: [] for request in requests}
-
-    def differs(name: str) -> bool:
-        return compare(name, tokens[name], runs[name], TIE_BOUND, found[name]).mismatched > 0
-
     for number in range(NUDGES):
-        differing = [request for request in requests if differs(request.request_id)]
-        if not differing:
+        verdicts = [compare(name, tokens[name], runs[name], TIE_BOUND, found[name]) for name in found]
+        limits = {it.request_id: it.divergence + 1 for it in verdicts if it.mismatched and it.divergence is not None}
+        if not limits:
             break
-        note(f"{len(differing)} differ: generate() again with last bits changed, {number + 1} of {NUDGES} at most")
-        await ask(requests=differing, done=lambda name, run: found[name].append(run), nudge=number)
+        note(f"{len(limits)} differ: generate() again with last bits changed, {number + 1} of {NUDGES} at most")
+        differing = [request for request in requests if request.request_id in limits]
+        await ask(requests=differing, done=lambda name, run: found[name].append(run), nudge=number, limits=limits)
     return found
 
 

@@ -63,8 +63,9 @@ INDEX_SHARE = 0.5
 DEVICE_SHARE = 0.9
 #: Likewise, of what prompt passes leave of it.
 STEP_SHARE = 0.95
-#: Of a GPU, for a standby that waits: its context, and libraries. 718 MiB on an H200; nothing of the model.
-STANDBY_DEVICE_BYTES: Final = 1 << 30
+#: Of a GPU, for a standby that waits: its context and libraries, 718 MiB on an H200, its kernels and their scratch
+#: memory. Weights are those of its worker, mapped once more.
+STANDBY_DEVICE_BYTES: Final = 3 << 29
 #: Of host memory, beside the pool: 0.96 GiB there, of which 0.38 are mapped files.
 STANDBY_HOST_BYTES: Final = 1 << 30
 

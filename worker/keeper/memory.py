@@ -118,8 +118,11 @@ class KeptMemory:
     """Memory of a keeper, as worker.weights.memory.WeightMemory. Made by `find_memory`. `is_kept`: the next worker
     finds it filled."""
 
-    def __init__(self, link: KeeperLink, identity: WeightsIdentity, device: torch.device) -> None:
+    def __init__(
+        self, link: KeeperLink, identity: WeightsIdentity, device: torch.device, *, only_attach: bool = False
+    ) -> None:
         self._link, self._identity, self._device = link, identity, device
+        self._only_attach = only_attach
         self._began = time.monotonic()
         self._mapping: Mapping = make_mapping(device)
         self._rows: dict[str, KeptTensor] = {}
@@ -137,6 +140,8 @@ class KeptMemory:
         try:
             self._link.send(AskWeights(self._identity, replaces))
             answer = self._link.receive(WeightsHeld | WeightsDiffer | FillWeights)  # type: ignore[arg-type]
+            if self._only_attach and not isinstance(answer, WeightsHeld):
+                raise _not_held(answer)
             is_whole = not isinstance(answer, WeightsHeld) or self._attach(answer)
         except (OSError, HiSparseError):
             self._mapping.close()
@@ -144,6 +149,9 @@ class KeptMemory:
         if isinstance(answer, WeightsDiffer):
             log.warning("other weights are kept: they are replaced", extra=fields(differ=", ".join(answer.fields)))
             return self.ask(replaces=True)
+        if not is_whole and self._only_attach:
+            self._mapping.close()
+            raise _not_held("other bytes")
         return self if is_whole else self._replaced()
 
     def _replaced(self) -> KeptMemory:
@@ -257,9 +265,10 @@ class KeptMemory:
         return not self._is_lost
 
     def _differs(self, name: str, what: str) -> TableDiffersError:
-        """The error of a tensor; the keeper has let all of them go."""
+        """The error of a tensor; the keeper has let all of them go, unless this process only attaches."""
         with suppress(OSError):
-            self._link.send(AskWeights(self._identity, replaces=True))
+            if not self._only_attach:
+                self._link.send(AskWeights(self._identity, replaces=True))
         self._link.close()
         return TableDiffersError(
             f"the tensor {what}", field="weights", value=name, remedy="load them anew: the model's code has changed"
@@ -272,9 +281,11 @@ class KeptMemory:
         log.warning("weights are not kept for later workers", extra=fields(cause=error))
 
 
-def find_memory(path: Path | None, identity: WeightsIdentity, device: torch.device) -> KeptMemory | None:
+def find_memory(
+    path: Path | None, identity: WeightsIdentity, device: torch.device, *, only_attach: bool = False
+) -> KeptMemory | None:
     """Memory of the keeper that listens at `path` for weights of `identity`, whose device is that of `device`; None,
-    and a line that says why, where there is none."""
+    and a line that says why, where there is none. `only_attach`: None also where it does not hold them yet."""
     if path is None:
         return None
     try:
@@ -284,11 +295,16 @@ def find_memory(path: Path | None, identity: WeightsIdentity, device: torch.devi
         log.info("no keeper of weights", extra=fields(path=path, cause=error))
         return None
     try:
-        return KeptMemory(link, msgspec.structs.replace(identity, device=place), device).ask()
+        identity = msgspec.structs.replace(identity, device=place)
+        return KeptMemory(link, identity, device, only_attach=only_attach).ask()
     except (OSError, HiSparseError) as error:
         link.close()
         log.warning("no keeper of weights", extra=fields(path=path, cause=error))
         return None
+
+
+def _not_held(found: object) -> Unavailable:
+    return Unavailable("holds no such weights", field="keeper", value=found, remedy="they are loaded by their worker")
 
 
 def _read(data: bytes) -> FromKeeper:

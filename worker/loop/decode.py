@@ -10,7 +10,9 @@ replayed: between steps only the inputs, the backup plan's place in its ring and
 three are outside of it. `warm_up` runs each bucket on padding, so that scratch memory, compiled kernels and library
 workspaces exist, and then captures it, the largest first: the memory of its graph serves the others. In deterministic
 mode there is one bucket, of all seats. Where requests of a lost worker wait, steps begin without graphs, which are
-captured one by one between steps (`capture_next`), behind the first; until then the same operations are launched.
+captured one by one between steps (`capture_next`), behind the first; until then the same operations are launched. The
+graph of a bucket that several steps in a row have used comes first, since these requests repeat up to a page of steps
+before they have new tokens.
 
 What was launched and not yet read, or not yet seen durable, is kept here with the requests it concerns. How many rows
 a step takes of a request, and which of them hold, is said by acceptance.py; T is StepRows.backup_steps there.
@@ -66,6 +68,8 @@ from worker.streams.fences import Spent
 
 #: Steps of which one is timed.
 TIMED_EVERY: Final = 64
+#: Steps in a row of one bucket for which its graph is captured ahead of others.
+STEPS_ALIKE: Final = 4
 
 
 class _Bucket:
@@ -262,6 +266,8 @@ class Decoder:
         self._launched: deque[_Launched] = deque()
         self._begun: _Begun | None = None
         self._uncaptured: deque[_Capture] = deque()
+        self._last_bucket: _Bucket | None = None
+        self._steps_alike = 0
         self._backed_up: deque[Fence] = deque()
         self._undurable: deque[tuple[Fence, list[RunningRequest], StepProgress]] = deque()
 
@@ -275,21 +281,25 @@ class Decoder:
         """Whether everything launched was read and seen durable."""
         return not self._launched and not self._undurable and self._begun is None
 
-    def warm_up(self, *, graphs: bool, later: bool = False) -> None:
+    def warm_up(self, *, graphs: bool, later: bool = False, is_warm: bool = False) -> None:
         """Run each bucket once on padding alone and, where there are graphs and if asked for, capture it. Blocks.
 
-        `later`: leave captures to `capture_next`.
+        `later`: leave captures to `capture_next`. `is_warm`: the runner has run batches of these sizes in this process.
         """
-        compute = self._streams.compute
         for bucket in sorted(self._buckets, key=lambda it: -len(it.outputs.tokens)):
-            self._upload(bucket, [])
-            compute.launch("begin step", partial(begin_step, self._state, bucket.batch, bucket.plans[0]))
-            self._launch_runner(bucket)
-            compute.record("sampled").wait()
+            if not is_warm:
+                self._run_padding(bucket)
             if graphs:
                 self._uncaptured += self._captures_of(bucket)
             while not later and self._uncaptured:
                 self.capture_next()
+
+    def _run_padding(self, bucket: _Bucket) -> None:
+        compute = self._streams.compute
+        self._upload(bucket, [])
+        compute.launch("begin step", partial(begin_step, self._state, bucket.batch, bucket.plans[0]))
+        self._launch_runner(bucket)
+        compute.record("sampled").wait()
 
     def _captures_of(self, bucket: _Bucket) -> Iterator[_Capture]:
         """The graphs of a bucket, those of most steps first."""
@@ -314,9 +324,24 @@ class Decoder:
         which nothing may make in a capture."""
         return bool(self._uncaptured) and self._number > 0 and self._begun is None
 
+    @property
+    def steps(self) -> int:
+        """Steps begun since the start."""
+        return self._number
+
+    @property
+    def lacks_graph(self) -> bool:
+        """Return whether the last STEPS_ALIKE steps at least were of one bucket whose graph is left to be captured."""
+        return self._steps_alike >= STEPS_ALIKE and self._wanted() is not None
+
+    def _wanted(self) -> _Capture | None:
+        return next((it for it in self._uncaptured if it.bucket is self._last_bucket and it.name == "replay"), None)
+
     def capture_next(self) -> None:
-        """Capture the next graph, between two steps. Blocks until the device is idle."""
-        capture = self._uncaptured.popleft()
+        """Capture the graph that the last step lacked, or the next one, between two steps. Blocks until the device is
+        idle."""
+        capture = self._wanted() or self._uncaptured[0]
+        self._uncaptured.remove(capture)
         with self._timing() if capture.is_timed else nullcontext():
             setattr(capture.bucket, capture.name, self._streams.capture(capture.launch))
 
@@ -367,6 +392,8 @@ class Decoder:
             self._launch_bucket(begun, is_timed=is_timed)
         self._back_up(plan, requests, progress)
         self._number += 1
+        self._steps_alike = self._steps_alike + 1 if bucket is self._last_bucket else 1
+        self._last_bucket = bucket
         if not draws_later:
             self._download(begun)
 

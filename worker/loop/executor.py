@@ -29,8 +29,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Concatenate, Final, ParamSpec, cast
 
+import torch
 from torch import Tensor
 
 from basics.rooms import RoomUse
@@ -95,6 +97,10 @@ POLL_S: Final = 0.0005
 ROUNDS_LIMIT_S: Final = 3.0
 #: Between two counts of hits and misses.
 COUNTERS_INTERVAL_S: Final = 1.0
+#: Steps from the start of a worker that takes over within which requests may repeat rows that were not durable.
+REPEATED_STEPS_MAX: Final = PAGE_TOKENS
+#: Time without captures behind one, by its length: captures between steps take a quarter of the time.
+CAPTURE_PAUSE: Final = 3.0
 
 P = ParamSpec("P")
 
@@ -123,12 +129,13 @@ class Executor:
         recorder: SelectionRecorder | None = None,
         pace: Pacing | None = None,
         graphs_later: bool = False,
+        is_warm: bool = False,
     ) -> None:
         """Allocates everything on the device once, and on a GPU compiles, warms up and captures what steps launch.
         `host` is the pool, uint8[host_pages, page_bytes]; `timed_every` as for the Decoder; `transfers` and
         `group` are closed by the caller, and so is `recorder`; `pace` is by default the one that settings ask
-        for. `graphs_later`: capture graphs between the first steps. A `group` wants a GroupRunner; all ranks build
-        their executors at the same time."""
+        for. `graphs_later`: capture graphs between steps. `is_warm`: an executor of these settings has warmed `runner`
+        up in this process. A `group` wants a GroupRunner; all ranks build their executors at the same time."""
         streams.adopt_thread()
         streams.waits_for_peers = group is not None
         self.counters = counters or WorkerCounters()
@@ -226,14 +233,11 @@ class Executor:
         self._stopped, self._end_at = False, 0.0
         self._rounds = self._agree(group, settings) if group is not None else None
         self._is_behind_prompt = False  # the last round was of prompts, of any rank
-        self.scratch_bytes = self._warm_up(settings, graphs_later=graphs_later) if self.state.rows.is_cuda else 0
-        self._read_at = self._counted_at = clock()
-
-    def _warm_up(self, settings: WorkerSettings, *, graphs_later: bool) -> int:
-        """Bytes of the device that steps take beside the budget: scratch memory, graphs, compiled kernels."""
-        before = free_device_bytes(settings.device)
-        self._decoder.warm_up(graphs=settings.graphs, later=graphs_later)
-        return before - free_device_bytes(settings.device)
+        self.scratch_bytes = _taken_by(
+            partial(self._decoder.warm_up, graphs=settings.graphs, later=graphs_later, is_warm=is_warm),
+            self.state.rows.device,
+        )
+        self._read_at = self._counted_at = self._capture_at = clock()
 
     def _agree(self, group: Group, settings: WorkerSettings) -> Rounds:
         block = prompt_block_tokens(settings) if settings.deterministic else 0
@@ -303,13 +307,23 @@ class Executor:
         if ready:
             self._launch_step(ready, is_alone=not prompt)
         busy |= self._read(self._lookahead if ready else 0, beside_prompt=prompt)
-        return self._capture_next() or busy or bool(ready)
+        return self._capture_next(is_idle=not ready and not busy) or busy or bool(ready)
 
-    def _capture_next(self) -> bool:
-        """Capture a graph that is left from the start; whether there was one."""
+    def _capture_next(self, *, is_idle: bool) -> bool:
+        """Capture a graph that is left from the start; whether there was one.
+
+        One that steps lack at once. The others while there is nothing to do, or once requests of a lost worker have
+        repeated what was not durable, and then in a share of the time.
+        """
         if not self._decoder.may_capture:
             return False
+        began = self._clock()
+        may_pause = self._decoder.steps > REPEATED_STEPS_MAX and began >= self._capture_at
+        if not (self._decoder.lacks_graph or is_idle or may_pause):
+            return False
         self._decoder.capture_next()
+        now = self._clock()
+        self._capture_at = now + CAPTURE_PAUSE * (now - began)
         if not self._decoder.uncaptured:
             log.info("graphs captured")
         return True
@@ -881,6 +895,15 @@ class Executor:
             self._running.remove(request)
         request.status = status
         self._waiting[request.placement] = request
+
+
+def _taken_by(warm_up: Callable[[], None], device: torch.device) -> int:
+    """Run `warm_up` on a GPU; returns the bytes that it has taken: scratch memory, graphs, compiled kernels."""
+    if device.type == "cpu":
+        return 0
+    before = free_device_bytes(device)
+    warm_up()
+    return before - free_device_bytes(device)
 
 
 def _check_grammar(request: RunningRequest) -> None:

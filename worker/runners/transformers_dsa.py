@@ -47,7 +47,7 @@ from kernels.rows import (
 )
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from protocol.config_checks import WEIGHT_ONLY
-from protocol.errors import BadInput, ConfigError, InternalError
+from protocol.errors import BadInput, ConfigError, InternalError, Unavailable
 from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
 from protocol.settings import WorkerSettings
@@ -211,6 +211,7 @@ class TransformersRunner:
         rows_max: int = 0,
         draft_tokens: int = 0,
         keeper: Path | None = None,
+        only_attach: bool = False,
     ) -> TransformersRunner:
         """Load a checkpoint directory. Raises ConfigError when it is of no served family, or cannot be served.
 
@@ -219,6 +220,8 @@ class TransformersRunner:
         a group, of which this rank holds a share of the experts; `rows_max` is its largest round. `draft_tokens` above
         0: with the draft layer, a DraftRunner. `keeper`: socket of the keeper that is to hold the weights, which are
         mapped where it holds them already. Raises TableDiffersError where it held other tensors; then it holds none.
+        `only_attach`: weights are read from nowhere else, and nothing is asked of the keeper but what it holds. Raises
+        Unavailable where it does not hold them.
         """
         began = time.monotonic()
         config, draft_layer = read_config(path, with_weights=False), draft_tokens > 0
@@ -236,8 +239,20 @@ class TransformersRunner:
         with library_refusals(path, FIELD):
             share = _share_of(path, collectives)
             memory = _kept_memory(
-                keeper, path, device, torch_dtype, products, keeps_fp8=keeps, share=share, draft_layer=draft_layer
+                keeper,
+                path,
+                device,
+                torch_dtype,
+                products,
+                keeps_fp8=keeps,
+                share=share,
+                draft_layer=draft_layer,
+                only_attach=only_attach,
             )
+            if memory is None and only_attach:
+                raise Unavailable(
+                    "no weights that can be mapped", field="keeper", value=keeper, remedy="see the line before"
+                )
             if torch.device(device).type == "cuda":
                 block, about = quantization.block if quantization else None, AutoConfig.from_pretrained(path)
                 name, ranks = _dtype_name(torch_dtype), collectives.size if collectives is not None else 1
@@ -768,10 +783,15 @@ class TransformersRunner:
 
 
 def load_runner(
-    settings: WorkerSettings, collectives: Collectives | None = None, keeper: Path | None = None
+    settings: WorkerSettings,
+    collectives: Collectives | None = None,
+    keeper: Path | None = None,
+    *,
+    only_attach: bool = False,
 ) -> TransformersRunner:
     """The runner a worker's settings ask for; a rank's with the `collectives` of its group; with weights in the memory
-    of the keeper at socket `keeper`. Raises ConfigError."""
+    of the keeper at socket `keeper`. Raises ConfigError, and with `only_attach` TableDiffersError and Unavailable (see
+    `TransformersRunner.load`)."""
     load = partial(
         TransformersRunner.load,
         settings.model,
@@ -786,10 +806,13 @@ def load_runner(
         rows_max=rows_max(settings),
         draft_tokens=settings.draft_tokens_max,
         keeper=keeper,
+        only_attach=only_attach,
     )
     try:
         runner = load()
     except TableDiffersError as difference:
+        if only_attach:
+            raise
         log.warning("kept weights are not those of this code: they are loaded anew", extra=fields(cause=difference))
         runner = load()
     unit = prefix_unit_tokens(settings)
@@ -812,6 +835,7 @@ def _kept_memory(
     keeps_fp8: bool,
     share: ExpertShare | None,
     draft_layer: bool,
+    only_attach: bool,
 ) -> KeptMemory | None:
     """Memory of the keeper at socket `keeper` for weights of these settings; None without one."""
     if keeper is None:
@@ -826,7 +850,8 @@ def _kept_memory(
         experts="all" if share is None else f"{share.count} from {share.first}",
         layers="with the draft layer" if draft_layer else "without a draft layer",
     )
-    return find_memory(keeper, identity, cuda_device(device) if device != "cpu" else torch.device(device))
+    place = cuda_device(device) if device != "cpu" else torch.device(device)
+    return find_memory(keeper, identity, place, only_attach=only_attach)
 
 
 def _own(prompts: PromptPass) -> ModelPass:

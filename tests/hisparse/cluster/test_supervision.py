@@ -91,6 +91,39 @@ def test_missing_worker_hangs_once_it_was_connected() -> None:
     assert watch.hung(11.0) == ["w0"]
 
 
+def test_worker_with_a_ready_standby_hangs_once_it_is_down() -> None:
+    watch = watching(row(5))
+    watch.answered([row(5, "disconnected")], 1.0)
+    assert watch.hung(1.0) == []
+    assert watch.hung(1.0, ["w0"]) == ["w0"]
+    watch.began("w0", 1.0)  # the standby's process: what is told of the epoch before it is not its own
+    watch.answered([row(5, "disconnected")], 2.0)
+    assert watch.hung(2.0, ["w0"]) == []
+
+
+@pytest.mark.parametrize("silent_s", [1, 3], ids=["another connection", "a silence"])
+def test_a_coordinator_that_has_not_heard_a_worker_yet_ends_none_with_a_standby(silent_s: int) -> None:
+    """A coordinator that was restarted or stopped lists workers that live as disconnected, until it hears them."""
+    watch = watching(row(5))
+    if silent_s == 1:
+        watch.asks_anew()
+    watch.answered([row(5, "disconnected")], float(silent_s))
+    assert watch.hung(silent_s, ["w0"]) == []
+    answered_until(watch, silent_s + 1, row(5), since_s=silent_s + 1)
+    watch.answered([row(5, "disconnected")], silent_s + 2.0)
+    assert watch.hung(silent_s + 2.0, ["w0"]) == ["w0"]
+
+
+def test_rank_of_a_group_is_killed_early_only_if_each_rank_has_a_standby() -> None:
+    watch = ChildWatch(LIMIT_S, groups=[("g0r0", "g0r1")])
+    for name in ("g0r0", "g0r1"):
+        watch.began(name, 0.0)
+    watch.answered([row(5, worker="g0r0"), row(5, worker="g0r1")], 0.0)
+    watch.answered([row(5, worker="g0r0"), row(5, "disconnected", worker="g0r1")], 1.0)
+    assert watch.hung(1.0, ["g0r1"]) == []
+    assert watch.hung(1.0, ["g0r0", "g0r1"]) == ["g0r1"]
+
+
 @pytest.mark.parametrize("state", ["draining", "drained"])
 def test_drained_worker_does_not_hang(state: str) -> None:
     watch = watching(row(5))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -137,8 +137,14 @@ async def test_oracle_is_asked_again_until_a_difference_is_excused() -> None:
     runs = {name: oracle([7, 9], [1.0] * 2, [0] * 2) for name in tokens}
     asked, notes = list[list[str]](), list[str]()
 
-    async def ask(requests: Sequence[DemoRequest], done: Callable[[str, OracleRun], None], nudge: int) -> None:
+    async def ask(
+        requests: Sequence[DemoRequest],
+        done: Callable[[str, OracleRun], None],
+        nudge: int,
+        limits: Mapping[str, int],
+    ) -> None:
         assert nudge == len(asked)
+        assert limits == {request.request_id: 2 for request in requests}
         asked.append([request.request_id for request in requests])
         for name in asked[-1]:
             done(name, oracle([7, 8] if nudge else [7, 9], [1.0] * 2, [0] * 2))

@@ -19,7 +19,8 @@ from tests.support.worker_rig import Rig
 from tests.worker.loop import test_drafting as drafting
 from tests.worker.loop import test_model as model
 from tests.worker.loop.test_executor import resident, run_mixed
-from worker.loop.decode import Decoder
+from worker.loop import executor as executor_module
+from worker.loop.decode import STEPS_ALIKE, Decoder
 from worker.loop.executor import Executor
 from worker.runners.tiny import FAMILIES
 from worker.streams import FENCES, FenceError, InlineStreams, Streams, make_streams
@@ -151,6 +152,8 @@ def test_steps_between_which_graphs_are_captured_give_the_same(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_at_start(monkeypatch, later=True)
+    monkeypatch.setattr(executor_module, "REPEATED_STEPS_MAX", 2)
+    monkeypatch.setattr(executor_module, "CAPTURE_PAUSE", 0.0)
     streams, captured_behind = CapturingStreams(), []
     launch = Decoder.launch
 
@@ -166,6 +169,37 @@ def test_steps_between_which_graphs_are_captured_give_the_same(
     assert len({*captured_behind}) > 3
     assert logits.keys() == resident().keys()
     assert all(torch.equal(logits[step], resident()[step]) for step in logits)
+
+
+def test_a_graph_that_steps_lack_is_captured_while_requests_repeat_rows_and_the_others_behind_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A takeover: its requests have no new token before steps have repeated what was not durable."""
+    capture_at_start(monkeypatch, later=True)
+    streams, captured_behind, lacked = CapturingStreams(), [], []
+    launch, capture = Decoder.launch, Decoder.capture_next
+
+    def launch_and_note(decoder: Decoder, *arguments: Any, **options: Any) -> None:
+        captured_behind.append(streams.graphs)
+        launch(decoder, *arguments, **options)
+
+    def capture_and_note(decoder: Decoder) -> None:
+        lacked.append(decoder.lacks_graph)
+        capture(decoder)
+        assert not decoder.lacks_graph
+
+    monkeypatch.setattr(Decoder, "launch", launch_and_note)
+    monkeypatch.setattr(Decoder, "capture_next", capture_and_note)
+    rig = Rig(streams)
+    life = rig.coordinator.create(0, 70, 40)
+    assert rig.coordinator.admit(life, 0)
+    rig.run()
+    assert captured_behind[: STEPS_ALIKE + 1] == [0] * STEPS_ALIKE + [1]
+    assert set(captured_behind[STEPS_ALIKE:]) == {1}, "no other graph while the request may repeat rows"
+    assert lacked[0]
+    for _ in range(4 * 3):
+        rig.executor.turn()
+    assert (streams.graphs, lacked.count(True)) == (4 * 3, 1), "the others are captured while there is nothing to do"
 
 
 class Forgetful(FakeRunner):
