@@ -167,11 +167,11 @@ class ChildWatch:
         self._answers_since = now if self._answers_since is None else self._answers_since
         for row in rows:
             self._epochs[row.worker] = max(row.epoch, self._epochs.get(row.worker, -1))
-            process = self._processes.get(row.worker)
-            if process is not None and row.state in CONNECTED:
-                process.connected(row.epoch, now)
-            elif process is not None:
-                process.is_down = process.was_heard
+            listed = self._processes.get(row.worker)
+            if listed is not None and row.state in CONNECTED:
+                listed.connected(row.epoch, now)
+            elif listed is not None:
+                listed.is_down = listed.was_heard
 
     def came_to(self, steps: Mapping[str, str], now: float) -> None:
         """Worker processes have come to `steps` of their starts. A change is a sign of life of the process, and of the

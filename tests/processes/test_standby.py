@@ -62,6 +62,7 @@ async def test_standby_takes_over_and_changes_no_output(model: Path, tmp_path: P
             with trio.fail_after(LIMIT_S):
                 while [row.standby for row in await client.workers() if row.worker == "w0"] != ["ready"]:  # noqa: ASYNC110
                     await trio.sleep(0.05)
+            assert "has_pool=True has_weights=True" in (tmp_path / "w0.log").read_text()
             killed = cluster.workers["w0"]
             killed.signal(number)
             with trio.fail_after(LIMIT_S):

@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from protocol.errors import HiSparseError
+from protocol.errors import HiSparseError, Unavailable
 from protocol.settings import WorkerSettings
 from tests import ROOT
 from tests.support.keeper_rig import IDENTITY, keeping
@@ -235,6 +236,24 @@ def test_names_of_other_code_are_loaded_anew(checkpoints: dict[str, Path], keepe
     found = load_runner(settings, keeper=keeper)
     assert [*found.weights_seconds] == ["checkpoint"]
     assert same(found, load_runner(settings))
+
+
+def test_who_only_attaches_has_nothing_replaced(checkpoints: dict[str, Path], keeper: Path) -> None:
+    """A standby: weights of a living worker stay, whatever it would load itself."""
+    settings = WorkerSettings(model=str(checkpoints["plain"]))
+    with pytest.raises(Unavailable, match="no weights that can be mapped"):
+        load_runner(settings, keeper=keeper, only_attach=True)
+    with pytest.MonkeyPatch.context() as patch:
+        names = kept_memory.KeptTensor
+        patch.setattr(kept_memory, "KeptTensor", lambda name, *rest: names(f"{name}.old", *rest))
+        load_runner(settings, keeper=keeper)
+        found = load_runner(settings, keeper=keeper, only_attach=True)
+        assert [*found.weights_seconds] == ["keeper"]
+        with pytest.raises(Unavailable, match="no weights that can be mapped"):
+            load_runner(msgspec.structs.replace(settings, dtype="bfloat16"), keeper=keeper, only_attach=True)
+    for _ in range(2):
+        with pytest.raises(TableDiffersError):
+            load_runner(settings, keeper=keeper, only_attach=True)
 
 
 def test_a_write_to_mapped_weights_ends_the_process(keeper: Path) -> None:
