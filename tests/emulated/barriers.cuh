@@ -41,6 +41,13 @@ inline void arrive(u32 barrier) {
     --of.missing;
     turn_if_over(of);
 }
+#ifndef WARP_ARRIVALS
+#define WARP_ARRIVALS 1
+#endif
+inline void arrive_warp(u32 barrier) {
+    __syncwarp();
+    if (WARP_ARRIVALS == 32 || threadIdx.x % 32 == 0) arrive(barrier);
+}
 inline void arrive_expecting(u32 barrier, u32 bytes) {
     phases(barrier).bytes += bytes;
     arrive(barrier);

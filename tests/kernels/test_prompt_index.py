@@ -91,6 +91,13 @@ def test_each_token_selects_as_the_reference(
     assert not state.tripwires.any()
 
 
+def test_a_kernel_whose_lanes_all_arrive_selects_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form that racecheck walks through (tests/gpu/memcheck.py)."""
+    defines_of = room.defines_of
+    monkeypatch.setattr(room, "defines_of", lambda *of: (*defines_of(*of), ("WARP_ARRIVALS", 32)))
+    test_each_token_selects_as_the_reference("several prompts", 32, "fp8", 3, monkeypatch)
+
+
 @pytest.mark.parametrize("kind", room.KINDS)
 def test_values_of_any_size_give_nearly_the_best_scores(kind: str) -> None:
     torch.manual_seed(5)

@@ -132,8 +132,7 @@ __device__ __forceinline__ void score_pages(const IndexTopk& p, ScoreShared& s, 
             }
             const float scale = __uint_as_float(words[(t & 1) * 2 * KEY_ROW + DIM / 4]);
 #endif
-            __syncwarp();
-            if (lane == 0) arrive(shared_address(s.empty + slot));
+            arrive_warp(shared_address(s.empty + slot));
             float c[TILES][4];
             if (FP4) settle_keys(a);
             open_products();
@@ -187,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(hisparse::SCORE_THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             open_barrier(shared_address(s.full + i), 1);
-            open_barrier(shared_address(s.empty + i), TEAM_THREADS / 32);
+            open_barrier(shared_address(s.empty + i), TEAM_THREADS / 32 * WARP_ARRIVALS);
         }
         publish_barriers();
     }

@@ -91,10 +91,8 @@ __device__ __forceinline__ void bring_pages(const PromptIndex& p, PromptShared& 
                 const i32 page = __shfl_sync(0xFFFFFFFF, held, i);
                 const u32 slot = turn % STAGES, full = shared_address(s.full + slot);
                 const bool granted = is_granted(p, page);
-                if (lane == 0) {
-                    await_phase(shared_address(s.empty + slot), turn / STAGES & 1 ^ 1);
-                    arrive_expecting(full, granted ? PAGE_BYTES : 0);
-                }
+                if (WARP_ARRIVALS == 32 || lane == 0) await_phase(shared_address(s.empty + slot), turn / STAGES & 1 ^ 1);
+                if (lane == 0) arrive_expecting(full, granted ? PAGE_BYTES : 0);
                 __syncwarp();
                 constexpr int BYTES = PAGE_BYTES / PAGE_COPIES, APART = 4 * PAGE_TOKENS * KEY_WORDS / PAGE_COPIES;
                 for (i32 copy = lane; granted && copy < PAGE_COPIES; copy += 32)
@@ -242,8 +240,7 @@ struct Scorer {
         keys.scales = make_float2(__uint_as_float(near[WORDS]), __uint_as_float(far[WORDS]));
 #endif
 #endif
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(shared_address(s.empty + at % STAGES));
+        arrive_warp(shared_address(s.empty + at % STAGES));
     }
 
     template <int CHUNK_NUMBER> __device__ __forceinline__ void multiply(const PageKeys& keys) {
@@ -311,8 +308,7 @@ struct Scorer {
         const u32 slot = at % SCORED;
         await_phase(shared_address(s.listed + slot), at / SCORED & 1 ^ 1);
         put(s.scores[slot]);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(shared_address(s.scored + slot));
+        arrive_warp(shared_address(s.scored + slot));
     }
     // Scores of this team's page among the pages `at`.
     __device__ __forceinline__ void put_page(u32 at, float2 scales, const float (&scores)[4]) const {
@@ -421,8 +417,7 @@ __device__ __forceinline__ void list_scores(const PromptIndex& p, PromptShared& 
             u32 keys[TAKEN];
 #pragma unroll
             for (int i = 0; i < TAKEN; ++i) keys[i] = s.scores[slot][number][lane + 32 * i];
-            __syncwarp();
-            if (lane == 0) arrive(shared_address(s.listed + slot));
+            arrive_warp(shared_address(s.listed + slot));
             list.take(keys, first + lane, last);
         }
         if (p.splits > 1) {
@@ -443,11 +438,11 @@ extern "C" __global__ void __launch_bounds__(hisparse::PROMPT_THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             open_barrier(shared_address(s.full + i), 1);
-            open_barrier(shared_address(s.empty + i), 4);
+            open_barrier(shared_address(s.empty + i), 4 * WARP_ARRIVALS);
         }
         for (int i = 0; i < SCORED; ++i) {
-            open_barrier(shared_address(s.scored + i), TEAM_THREADS / 32);
-            open_barrier(shared_address(s.listed + i), LISTERS);
+            open_barrier(shared_address(s.scored + i), TEAM_THREADS / 32 * WARP_ARRIVALS);
+            open_barrier(shared_address(s.listed + i), LISTERS * WARP_ARRIVALS);
         }
         publish_barriers();
     }
