@@ -11,6 +11,7 @@ cores attend_rows, prompt_index and Hopper's index_scores of fp8 and fp4 keys ar
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ from kernels.cuda import launch, quantize
 from kernels.cuda.jit import SOURCE_DIR, Compiled, Defines, included
 from kernels.state import DeviceState
 from protocol.errors import InternalError
-from tests.support.kept_kernels import digest, kept, sources_key
+from tests.support.kept_kernels import digest, folder, kept, sources_key
 
 COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
 HERE: Final = Path(__file__).parent
@@ -36,6 +37,8 @@ SHARED: Final = re.compile(
     r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
 )  # dynamic: of the block that runs
 FLAGS: Final = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w")
+#: The header that every unit includes first.
+COMMON: Final = "cuda.hpp"
 SAID_BYTES: Final = 200
 PROCESSORS: Final = 2
 
@@ -84,9 +87,9 @@ def sources_of(unit: str, edits: tuple[Edit, ...] = (), source: str = "") -> dic
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         sources[header.name] = SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::self->block->shared);", text)
-    sources |= {own.name: own.read_text() for own in (HERE / "cuda.hpp", *sorted(HERE.glob("*.cuh")))}
+    sources |= {own.name: own.read_text() for own in (HERE / COMMON, *sorted(HERE.glob("*.cuh")))}
     entries = [SOURCE.format(kernel=kernel) for of, kernel in UNITS if of == unit]
-    source = source or "".join([f'#include "cuda.hpp"\n#include "{unit}.cuh"\n', *entries])
+    source = source or "".join([f'#include "{COMMON}"\n#include "{unit}.cuh"\n', *entries])
     return included(source, sources) | {"unit.cpp": source}
 
 
@@ -95,11 +98,28 @@ def build(unit: str, sources: dict[str, str], flags: list[str]) -> Compiled:
     with tempfile.TemporaryDirectory() as name:
         for file, text in sources.items():
             (Path(name) / file).write_text(text)
+        if COMMON in sources:
+            (Path(name) / f"{COMMON}.gch").symlink_to(precompiled(sources[COMMON]))
         command = [str(COMPILER), *flags, "unit.cpp", "-o", "unit.so"]
         done = subprocess.run(command, cwd=name, capture_output=True, text=True, check=False)
         if done.returncode:
             raise InternalError(done.stderr, field="unit", value=unit)
         return Compiled((Path(name) / "unit.so").read_bytes(), ())
+
+
+@lru_cache
+def precompiled(text: str) -> Path:
+    """COMMON as the compiler keeps what it has read: half of what a unit costs, since COMMON names much of the standard
+    library. A compiler that cannot use the file reads COMMON itself."""
+    place = folder() / f"{COMMON}-{digest(compiler_version(), *FLAGS, text)}.gch"
+    with (folder() / f"{COMMON}.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder()) as name:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            (Path(name) / COMMON).write_text(text)
+            flags = [flag for flag in FLAGS if flag != "-shared"]
+            subprocess.run([str(COMPILER), *flags, "-x", "c++-header", COMMON, "-o", "made"], cwd=name, check=True)
+            (Path(name) / "made").replace(place)
+    return place
 
 
 @lru_cache

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import ROOT
-from tests.support.tier import DURATIONS, PARTS, UNKNOWN_S, StoredDurations, deal, part_of
+from tests.support.tier import DURATIONS, PARTS, UNKNOWN_S, StoredDurations, deal, deselect_other_parts, part_of
 
 DURATIONS_S = st.dictionaries(st.text("abc[]", min_size=1, max_size=4), st.floats(0.1, 300.0), max_size=30)
 
@@ -32,6 +34,17 @@ def test_each_deep_test_is_in_one_part(durations_s: dict[str, float], unknown: s
 )
 def test_part_of_a_run(option: str, commits: int | None, part: int | None) -> None:
     assert part_of(option, commits) == part
+
+
+@pytest.mark.parametrize(("option", "left"), [("", "abc"), ("0", "ab"), ("1", "ac"), ("2", "a")])
+def test_a_mark_names_the_part_of_its_test(option: str, left: str) -> None:
+    marks = {"a": None, "b": pytest.mark.deep(part=0).mark, "c": pytest.mark.deep(part=1).mark}
+    items = [SimpleNamespace(nodeid=test, get_closest_marker=lambda _, it=mark: it) for test, mark in marks.items()]
+    gone: list[str] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(item.nodeid for item in items))
+    config = SimpleNamespace(getoption=lambda _: option, hook=hook)
+    deselect_other_parts(cast("pytest.Config", config), cast("list[pytest.Item]", items))
+    assert {item.nodeid for item in items} == set(left) == marks.keys() - set(gone)
 
 
 def test_durations_of_what_ran_are_kept(tmp_path: Path) -> None:

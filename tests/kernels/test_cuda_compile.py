@@ -6,7 +6,7 @@ import ctypes
 import json
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -30,8 +30,8 @@ from kernels.layout import Geometry
 from kernels.prompt_pieces import GROUP
 from kernels.state import DeviceState, MissPlan
 from protocol.errors import BadInput, ConfigError, InternalError
-from tests.support.history import in_turn
 from tests.support.kept_kernels import kept_unit
+from tests.support.tier import PARTS
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the nvrtc wheel: pip install 'hisparse[cuda]'")
 
@@ -40,40 +40,56 @@ REGISTERS = {"index_scores": 255, "index_select": 128, "attend_rows": 168, "bloc
 TINY = 'extern "C" __global__ void tiny(int* a) { a[threadIdx.x] = SCALE; }\n'
 
 
-#: Row layouts of DeepSeek-V3.2's two formats of rows: a run compiles them for Hopper in half of the clusters, and the
-#: run of the next commit in the others.
-SERVED: Final = tuple(layout for layout in kernels_compile.LAYOUTS if layout[0] in (656, 1152))
-LARGEST: Final = RANKS[-1:]
-DRAFT: Final = ("DRAFT", 1)
-HALVES: Final = (RANKS[::2], RANKS[1::2])
-#: Architecture, layouts and clusters of each run; the rest is deep.
-EACH_RUN: Final = (
-    ("sm_90", SERVED, in_turn(HALVES)),
-    ("sm_90", kernels_compile.LAYOUTS, LARGEST),
-    ("sm_80", kernels_compile.LAYOUTS[:1], RANKS[:1]),  # it has no clusters
-    ("sm_100", kernels_compile.LAYOUTS[:1], LARGEST),
-    ("sm_120", kernels_compile.LAYOUTS[:1], LARGEST),
-)
+def layout_of(defines: jit.Defines) -> tuple[int, int, int]:
+    """Return the row layout, one of LAYOUTS, that a unit is compiled for."""
+    given = dict(defines)
+    split = given["PLANE0_BYTES"] if given["PLANES"] == 2 else 0
+    return given["ROW_BYTES"], given["INDEX_ROW_BYTES"], split
 
 
-def of_each_run(layout: tuple[int, int, int], ranks: int) -> bool:
-    """Return whether swap_in for Hopper is among the variants of each run."""
-    return any(arch == "sm_90" and layout in layouts and ranks in clusters for arch, layouts, clusters in EACH_RUN)
+def hopper_part(layout: tuple[int, int, int], ranks: int) -> int:
+    """Return the part that compiles swap_in of `layout` for Hopper in clusters of `ranks`: two sizes of each layout."""
+    return (kernels_compile.LAYOUTS.index(layout) + RANKS.index(ranks)) % PARTS
+
+
+def kind_part(defines: jit.Defines) -> int:
+    """Return the part that compiles attend_rows and prompt_index over fp8, bfloat16 or fp4."""
+    given = dict(defines)
+    return 2 if given["FP4"] else given["KEY_BYTES"] - 1
+
+
+def is_in_part(part: int, unit: str, defines: jit.Defines) -> bool:
+    """Return whether `part` compiles this for Hopper; each part compiles the units that cost little."""
+    if unit == "swap_in":
+        return hopper_part(layout_of(defines), dict(defines)["RANKS"]) == part
+    return unit not in ("attend_rows", "prompt_index") or kind_part(defines) == part
+
+
+def is_one_of_few(unit: str, defines: jit.Defines) -> bool:
+    """Return whether this is compiled behind Hopper: of swap_in each layout in clusters of another size, and the first
+    one also in the largest."""
+    if unit != "swap_in":
+        return True
+    place, ranks = kernels_compile.LAYOUTS.index(layout_of(defines)), dict(defines)["RANKS"]
+    return ranks == RANKS[place % len(RANKS)] or (place == 0 and ranks == RANKS[-1])
+
+
+def has_no_cluster(unit: str, defines: jit.Defines) -> bool:
+    return unit != "swap_in" or dict(defines)["RANKS"] == 1
+
+
+#: Architectures before Hopper, which have no clusters, and behind it, each compiled in a part of its own.
+OTHERS: Final = {"sm_80": has_no_cluster, "sm_100": is_one_of_few, "sm_120": is_one_of_few}
 
 
 @pytest.fixture
 def compile_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Compile the variants of an architecture, and check what the compiler says of each kernel."""
+    """Compile the wanted variants of an architecture, and check what the compiler says of each kernel."""
 
-    def compile_them(
-        arch: str, layouts: Sequence[tuple[int, int, int]], ranks: Sequence[int], *, drafts: bool = True
-    ) -> None:
-        if not drafts:
-            every = kernels_compile.variants
-            monkeypatch.setattr(kernels_compile, "variants", lambda of: (it for it in every(of) if DRAFT not in it[1]))
+    def compile_them(arch: str, wanted: Callable[[str, jit.Defines], bool]) -> None:
+        chosen = [it for it in kernels_compile.variants(arch) if wanted(*it)]
+        monkeypatch.setattr(kernels_compile, "variants", lambda of: chosen)
         monkeypatch.setattr(kernels_compile, "compile_unit", kept_unit)
-        monkeypatch.setattr(kernels_compile, "LAYOUTS", layouts)
-        monkeypatch.setattr(kernels_compile, "RANKS", ranks)
         assert kernels_compile.main(["--arch", arch, "--json"]) == 0
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         hopper = {"attend_rows", "block_linear", "prompt_index", "prompt_merge", "encode_fp4", *quantize.KERNELS}
@@ -88,35 +104,36 @@ def compile_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(900)  # 80 s of processor time, on cores that others use too
-@pytest.mark.parametrize(("arch", "layouts", "ranks"), EACH_RUN)
-def test_variant_compiles_without_spills(
-    arch: str, layouts: Sequence[tuple[int, int, int]], ranks: Sequence[int], compile_all: Callable[..., None]
-) -> None:
-    compile_all(arch, layouts, ranks)
+@pytest.mark.timeout(900)  # 100 s of processor time, on cores that others use too
+@pytest.mark.parametrize("part", [pytest.param(it, marks=pytest.mark.deep(part=it)) for it in range(PARTS)])
+def test_variant_compiles_without_spills(part: int, compile_all: Callable[..., None]) -> None:
+    """Hopper's: of swap_in a third of the pairs of layout and cluster, of others one kind of rows or keys. Each run has
+    one of the parts."""
+    compile_all("sm_90", partial(is_in_part, part))
 
 
 @pytest.mark.compile
-@pytest.mark.deep
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("arch", kernels_compile.ARCHITECTURES)
+@pytest.mark.parametrize("arch", [pytest.param(it, marks=pytest.mark.deep(part=at)) for at, it in enumerate(OTHERS)])
 def test_every_variant_compiles_without_spills(arch: str, compile_all: Callable[..., None]) -> None:
-    """For Hopper all pairs of layout and cluster; for later architectures each layout and each cluster."""
-    if arch in ("sm_100", "sm_120"):
-        for place, layout in enumerate(kernels_compile.LAYOUTS):
-            compile_all(arch, (layout,), (RANKS[place % len(RANKS)],), drafts=place == 0)
-    else:
-        compile_all(arch, kernels_compile.LAYOUTS, RANKS)
-        if arch == "sm_90":  # in this test, since another one might be in another part, and compile them again
-            check_host_loads_of_the_other_variants()
+    """For later architectures than Hopper each layout and each cluster."""
+    compile_all(arch, OTHERS[arch])
 
 
-def test_each_run_compiles_every_architecture_layout_and_cluster() -> None:
-    assert {arch for arch, _, _ in EACH_RUN} == set(kernels_compile.ARCHITECTURES)
-    assert {layout for _, layouts, _ in EACH_RUN for layout in layouts} == set(kernels_compile.LAYOUTS)
-    assert {number for half in HALVES for number in half} == set(RANKS)
-    assert {number for _, _, ranks in EACH_RUN for number in ranks} == {*in_turn(HALVES), *LARGEST, RANKS[0]}
-    assert len(SERVED) == 2
+def test_parts_together_compile_every_variant_and_each_has_every_layout_and_cluster() -> None:
+    hopper = list(kernels_compile.variants("sm_90"))
+    parts = [[it for it in hopper if is_in_part(part, *it)] for part in range(PARTS)]
+    assert {it for part in parts for it in part} == set(hopper)
+    few = [it for it in kernels_compile.variants("sm_100") if is_one_of_few(*it)]
+    for variants in (*parts, few):
+        swaps = [defines for unit, defines in variants if unit == "swap_in"]
+        assert {layout_of(defines) for defines in swaps} == set(kernels_compile.LAYOUTS)
+        assert {dict(defines)["RANKS"] for defines in swaps} == set(RANKS)
+        assert {dict(defines)["DRAFT"] for defines in swaps} == {0, 1}
+    assert [sum(unit == "attend_rows" for unit, _ in part) for part in parts] == [4] * PARTS
+    assert len(hopper) < sum(map(len, parts)) < 2 * len(hopper)
+    assert {"sm_90", *OTHERS} == set(kernels_compile.ARCHITECTURES)
+    assert len(OTHERS) == PARTS
 
 
 def host_loads_wait(layout: tuple[int, int, int], ranks: int) -> list[str]:
@@ -137,17 +154,15 @@ def host_loads_wait(layout: tuple[int, int, int], ranks: int) -> list[str]:
 HOST_LOADS: Final = list(product(kernels_compile.LAYOUTS, RANKS))
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [it for it in HOST_LOADS if of_each_run(*it)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [pytest.param(*it, marks=pytest.mark.deep(part=hopper_part(*it))) for it in HOST_LOADS],
+    ids=str,
+)
 def test_swap_in_host_loads_do_not_wait_for_each_other(layout: tuple[int, int, int], ranks: int) -> None:
     """A load whose register had an older one pending would wait for all that its scoreboard counts: for a round trip
     over PCIe, several thousand cycles. Nor has the kernel a stack (benchmarks/NOTES.md: swap_in)."""
     assert host_loads_wait(layout, ranks) == []
-
-
-def check_host_loads_of_the_other_variants() -> None:
-    others = [it for it in HOST_LOADS if not of_each_run(*it)]
-    assert len(others) == (41 if LARGEST[0] in in_turn(HALVES) else 39)
-    assert [it for it in others if host_loads_wait(*it)] == []
 
 
 class Instruction:
@@ -188,9 +203,16 @@ def place_of(elf: bytes, name: str) -> tuple[int, int]:
 
 #: Of shared memory on Hopper, in each block and beside the 227 KiB that a block gets.
 SYSTEM_SHARED_BYTES: Final = 1024
+
+
+def in_parts_of_kinds(variants: Iterable[jit.Defines]) -> list[Any]:
+    """Return `variants` as parameters of tests, each in the part that compiles it."""
+    return [pytest.param(defines, marks=pytest.mark.deep(part=kind_part(defines))) for defines in variants]
+
+
 attention_variants = pytest.mark.parametrize(
     "defines",
-    list(kernels_compile.attention_variants()),
+    in_parts_of_kinds(kernels_compile.attention_variants()),
     ids=lambda defines: "-".join(str(it[1]) for it in defines[:4]),
 )
 
@@ -213,7 +235,9 @@ def test_products_of_attention_are_asynchronous(defines: jit.Defines) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS_TOGETHER)
-@pytest.mark.parametrize("kind", HOPPER_KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(it, marks=pytest.mark.deep(part=kind_part(hopper_defines(it, 64)))) for it in HOPPER_KINDS]
+)
 def test_sinks_cost_nothing_between_products(kind: str, heads: int) -> None:
     """The same count of instructions ahead of each product as without sinks, but for what the first group does behind
     its last one; and as many registers."""
@@ -271,7 +295,9 @@ def code_of_prompt_index(defines: jit.Defines) -> list[Instruction]:
 
 
 prompt_variants = pytest.mark.parametrize(
-    "defines", list(prompt_index.variants()), ids=lambda defines: "-".join(str(it[1]) for it in defines[:2])
+    "defines",
+    in_parts_of_kinds(prompt_index.variants()),
+    ids=lambda defines: "-".join(str(it[1]) for it in defines[:2]),
 )
 
 

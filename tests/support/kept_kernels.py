@@ -21,7 +21,7 @@ from typing import Final
 from kernels.cuda import jit
 from kernels.cuda.jit import Defines
 
-#: Bounds: days since a file was made, and bytes of all files. A run of the suite makes some 30 MB.
+#: Bounds: days since a file was made, and bytes of all files. A run of the suite makes some 90 MB.
 KEPT_DAYS: Final = 14
 KEPT_BYTES: Final = 256 << 20
 #: Locks: kernels under different ones are compiled at the same time.

@@ -2,6 +2,9 @@
 
 `--part 0`, `1` or `2` runs that part of them beside all other tests; `--part auto` another part with each commit.
 Without the option all of them run. Parts are balanced by tests/durations.json, which `--store-durations` writes.
+
+`@pytest.mark.deep(part=1)` names the part, where tests share what is costly to make, as compiled kernels. Such tests
+are even by themselves, and not counted.
 """
 
 from __future__ import annotations
@@ -62,8 +65,10 @@ def deselect_other_parts(config: pytest.Config, items: list[pytest.Item]) -> Non
     part = part_of(config.getoption("--part"), first_parent_commits())
     if part is None:
         return
-    deep = [item.nodeid for item in items if item.get_closest_marker("deep")]
-    others = set(deep) - deal(deep, json.loads(DURATIONS.read_text()))[part]
+    marks = {item.nodeid: mark for item in items if (mark := item.get_closest_marker("deep"))}
+    dealt = [test for test, mark in marks.items() if "part" not in mark.kwargs]
+    named = {test for test, mark in marks.items() if mark.kwargs.get("part") == part}
+    others = marks.keys() - named - deal(dealt, json.loads(DURATIONS.read_text()))[part]
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
     items[:] = [item for item in items if item.nodeid not in others]
 

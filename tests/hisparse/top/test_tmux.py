@@ -13,6 +13,7 @@ import trio
 
 from hisparse.client.client import Client
 from protocol.messages import RequestDetail
+from tests.support.cluster_rig import plant
 from tests.support.top_rig import COLUMNS, LIMIT_S, LINES, REQUESTS, WORKERS, Tmux, watched_cluster
 
 pytestmark = [
@@ -23,7 +24,12 @@ pytestmark = [
 ]
 
 
-async def test_request_is_retracted_and_resumed_across_a_restart(tmp_path: Path) -> None:
+async def test_request_is_retracted_and_resumed_across_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests decode slowly, so that workers rest while screens are awaited."""
+    (slow := tmp_path / "slow").touch()
+    plant(monkeypatch, "slow-steps", slow)
     async with watched_cluster(tmp_path) as (cluster, tmux):
         screen = await tmux.until("connected", f"{WORKERS} of {WORKERS} workers", f"{REQUESTS} requests", "RUNNING")
         lines = screen.splitlines()

@@ -26,6 +26,7 @@ from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.coordinator import Life
 from tests.support.fakes.drafting_runner import DraftingFakeRunner
 from tests.support.fakes.hash_runner import ALTERNATING
+from tests.support.history import in_turn
 from tests.support.scheduler_rig import open_rig
 from tests.support.worker_rig import Logits, Rig
 from tests.worker.loop import test_model
@@ -407,7 +408,8 @@ def test_host_reads_are_refused_there() -> None:
             read()
 
 
-@pytest.mark.parametrize("family", DRAFTING)
+#: Another family than in tests/worker/group/test_drafts.py.
+@pytest.mark.parametrize("family", [in_turn((*DRAFTING[1:], DRAFTING[0]))])
 def test_deterministic_bits_are_those_of_a_request_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariance, "TRIALS", 4)  # of the check at start, which others test
     pair, sizes = pair_of(family), {"deterministic_seats": DETERMINISTIC.seats, "draft_tokens": 2}

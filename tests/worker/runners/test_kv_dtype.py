@@ -17,7 +17,7 @@ from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
 from tests.support.checkpoints import tiny_checkpoint
-from tests.support.history import dealt
+from tests.support.history import dealt, in_turn
 from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
 from worker.runners import attention as mla
@@ -51,7 +51,9 @@ def run(runner: TransformersRunner, hot_slots: int) -> tuple[Rig, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "kv_dtype"), dealt(FAMILIES, ("bfloat16", "fp8", "fp4")), indirect=["checkpoint"]
+    ("checkpoint", "kv_dtype"),
+    dealt(in_turn((FAMILIES[::2], FAMILIES[1::2])), ("bfloat16", "fp8", "fp4")),
+    indirect=["checkpoint"],
 )
 def test_hot_sizes_change_no_bit(checkpoint: Path, kv_dtype: str) -> None:
     runner = runner_of(checkpoint, kv_dtype)

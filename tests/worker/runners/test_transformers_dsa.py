@@ -24,6 +24,7 @@ from protocol.logprobs import read_rows
 from protocol.messages import LOGPROBS_MAX, ModelInfo
 from protocol.settings import WorkerSettings
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.history import in_turn
 from tests.support.oracle_rig import run_oracle
 from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
@@ -113,7 +114,7 @@ def greedy(rig: Rig, seat: int, prompt: Sequence[int], hot_slots: int, tokens: i
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_turn((FAMILIES[::2], FAMILIES[1::2])))
 def test_greedy_tokens_are_those_of_generate(checkpoints: dict[str, Path], family: str) -> None:
     """A prompt of some thousand tokens, top-k below 1/16 of it, 64 new tokens, a hot buffer of 1/8."""
     prompt, tokens = prompt_of(2_100, 7_000), 64
@@ -222,7 +223,7 @@ def test_log_probabilities_match_the_library(family: str) -> None:
 # ---------------------------------------------------------------- hot buffers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_turn((FAMILIES[1::2], FAMILIES[::2])))
 def test_logits_do_not_depend_on_the_hot_buffer(checkpoints: dict[str, Path], family: str) -> None:
     """Resident, and managed from the smallest size that can be (top-k) upward: the same bits, step for step."""
     runner, prompt, tokens = runner_of(checkpoints[f"{family}/32"]), prompt_of(600), 24
