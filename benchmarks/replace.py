@@ -183,7 +183,7 @@ def main() -> int:
     print(f"{run.differ} of {run.compared} tokens differ")
     if options.out is not None:
         about = machine("cpu") | {"cores": os.cpu_count(), "load": round(load, 1)}
-        found = {"machine": about, "requests": options.requests, "rounds": options.rounds, "rows": rows}
+        found = {"machine": about, "setting": {"requests": options.requests, "rounds": options.rounds}, "rows": rows}
         options.out.write_text(json.dumps(found | {"differ": run.differ, "compared": run.compared}, indent=1) + "\n")
     return int(run.differ > 0)
 
