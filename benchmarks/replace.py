@@ -128,7 +128,9 @@ class Replacing:
             began = time.time()
             await act()
             took_s, counts = time.time() - began, [len(stream.tokens) for stream in streams]
-            await until(lambda: all(len(it.tokens) >= count + AFTER for it, count in zip(streams, counts, strict=True)))
+            await until(
+                lambda: all(len(one.tokens) >= count + AFTER for one, count in zip(streams, counts, strict=True))
+            )
             pauses = [pause for stream in streams for pause in await stream.pauses_ms(client)]
             await client.abort([stream.name for stream in streams])
         self.pauses.setdefault(cell, []).extend(pauses)
@@ -174,9 +176,9 @@ def main() -> int:
         run = Replacing(options, Path(directory))
         trio.run(run.run)
     rows: list[dict[str, Any]] = [
-        {"cell": cell, "pauses": len(it), "p50_ms": share(it, 0.5), "p99_ms": share(it, 0.99), "most_ms": max(it)}
-        for cell, it in run.pauses.items()
-        if it
+        {"cell": cell, "pauses": len(ms), "p50_ms": share(ms, 0.5), "p99_ms": share(ms, 0.99), "most_ms": max(ms)}
+        for cell, ms in run.pauses.items()
+        if ms
     ]
     for cell, pauses in run.pauses.items():
         print(f"{cell:8} {text_of(pauses)}")

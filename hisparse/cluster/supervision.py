@@ -461,7 +461,7 @@ class ProcessSupervisor:
             self._watch.came_to({name: child.step for name, child in self._workers.items()}, trio.current_time())
             self._look_at_pool()
         self._cluster.keepers.look()
-        ready = [] if self._standbys is None else [it for it in self._standbys.ready if it not in self.leaving]
+        ready = [] if self._standbys is None else [name for name in self._standbys.ready if name not in self.leaving]
         for name in self._watch.hung(trio.current_time(), ready):
             child = self._cluster.by_name.get(name)  # none: a coordinator elsewhere
             if child is not None and child.running:
