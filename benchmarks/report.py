@@ -339,6 +339,7 @@ TAKEOVER: Final = Part(
                 Column("declared down", "down_ms", ",.0f", "ms"),
                 Column("exit proved", "exit_ms", ",.0f", "ms"),
                 Column("weights attached", lambda row: row["parts_ms"].get("attached"), ",.0f", "ms"),
+                Column("memory sized", lambda row: row["parts_ms"].get("sized"), ",.0f", "ms"),
                 Column("connected", lambda row: row["parts_ms"].get("welcomed"), ",.0f", "ms"),
                 Column("first stream", "first_ms", ",.0f", "ms"),
                 Column("last stream", "last_ms", ",.0f", "ms"),
@@ -557,8 +558,14 @@ SECTIONS: Final = (
         "the ratio of those numbers; `of copies skipped`: what is left of the same batch whose misses are resolved and "
         "not copied; `idle`: a step less the time in which kernels ran. First swap_in beside projections (24 rows or "
         "more), with 8k at 87 and 80 % hits from a second call behind the first, `--contexts 8192 --overlaps 0.80 "
-        "0.87`; then an earlier run, with swap_in in line behind them, of all batches, which the plot shows.",
-        {"decode-beside-H200.json": DECODE, "decode-H200.json": DECODE},
+        "0.87`; then fp4 and fp8, one after the other on one card; then an earlier run, with swap_in in line behind "
+        "projections, of all batches, which the plot shows.",
+        {
+            "decode-beside-H200.json": DECODE,
+            "decode-fp4-H200.json": DECODE,
+            "decode-fp8-H200.json": DECODE,
+            "decode-H200.json": DECODE,
+        },
         "decode-H200.svg",
     ),
     Section(
@@ -581,7 +588,9 @@ SECTIONS: Final = (
         "A worker killed",
         "Two workers, one killed, tiny checkpoint: to the first new token on the other one, resumed from host rows, or "
         "prefilled again. Then the only worker, killed or stopped: from the signal to the next token of its streams, "
-        "by a standby or by a plain start, both with kept weights.",
+        "by a standby or by a plain start, both with kept weights. On the H200: 64 requests of which `streams` had not "
+        "ended, 6 layers of 10.5 GB in FP8, a pool of 8 GiB in small pages; the budget cut a second stop. The run on a "
+        "CPU is older than weights mapped ahead and than the kill of a hung worker as soon as it is declared down.",
         {
             "worker_crash-H200.json": Part(
                 "Command: `python -m benchmarks.worker_crash --device cuda`, a program of commit 2fd80a88. Machine: "
@@ -589,6 +598,7 @@ SECTIONS: Final = (
                 (CRASH,),
             ),
             "takeover-cpu.json": TAKEOVER,
+            "takeover-H200.json": TAKEOVER,
         },
     ),
     Section(
@@ -651,7 +661,8 @@ def part_text(part: Part, found: Row) -> str:
     """Head, tables and foot of one result."""
     said = [f"{part.head.format(**_facts(found))}\n"]
     for one in part.tables:
-        said += [f"{one.lead}\n"] * bool(one.lead) + [table(one.columns, one.rows(found))]
+        if rows := list(one.rows(found)):
+            said += [f"{one.lead}\n"] * bool(one.lead) + [table(one.columns, rows)]
     return "\n".join([*said, *([f"{foot}\n"] if (foot := part.foot(found)) else [])])
 
 

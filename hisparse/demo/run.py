@@ -152,7 +152,8 @@ async def nudged_runs(
     found: dict[str, list[OracleRun]] = {request.request_id: [] for request in requests}
     for number in range(NUDGES):
         verdicts = [compare(name, tokens[name], runs[name], TIE_BOUND, found[name]) for name in found]
-        limits = {it.request_id: it.divergence + 1 for it in verdicts if it.mismatched and it.divergence is not None}
+        wrong = [verdict for verdict in verdicts if verdict.mismatched]
+        limits = {verdict.request_id: 1 + (verdict.divergence or 0) for verdict in wrong}
         if not limits:
             break
         note(f"{len(limits)} differ: generate() again with last bits changed, {number + 1} of {NUDGES} at most")

@@ -331,12 +331,30 @@ def decode_figures() -> Iterator[str]:
     yield f"32k, 8 layers | {resumed:.1f} ms | prefill {prefilled:,.0f} ms"
 
 
+def takeover_figures() -> Iterator[str]:
+    """Rows of RESULTS.md on takeovers by a standby."""
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for machine in ("H200", "cpu"):
+        for row in rows_of(f"takeover-{machine}.json"):
+            cells.setdefault(f"{row['cell']}-{machine}", []).append(row)
+    last, first = (sorted(row[name] for row in cells["standby-kill-H200"]) for name in ("last_ms", "first_ms"))
+    assert len(last) == 2
+    yield f"last stream, two kills | {last[0]:,.0f} to {last[1]:,.0f} ms | 2,000 ms"
+    yield f"the same, first stream | {first[0]:,.0f} to {first[1]:,.0f} ms | 2,000 ms"
+    (stop,) = cells["standby-stop-H200"]
+    yield f"last stream, one stop | {stop['last_ms']:,.0f} ms"
+    tiny, plain = (sorted(row["last_ms"] for row in cells[f"{name}-cpu"]) for name in ("standby-kill", "start-kill"))
+    assert len(tiny) == 3
+    took = f"last stream, three kills | {tiny[0]:,.0f} to {tiny[-1]:,.0f} ms"
+    yield f"{took} | plain start {plain[0] / 1e3:.0f} to {plain[-1] / 1e3:.0f} s"
+
+
 def results_page() -> str:
     return (report.PLACE / "RESULTS.md").read_text()
 
 
 def test_verdicts_quote_their_results() -> None:
-    said = [*kernel_figures(), *decode_figures()]
+    said = [*kernel_figures(), *decode_figures(), *takeover_figures()]
     assert [it for it in said if it not in results_page()] == []
 
 

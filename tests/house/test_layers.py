@@ -59,7 +59,8 @@ ROOMS: Final[dict[str, list[set[str]]]] = {
         {"streams", "group"},
         {"runners"},
         {"transfer"},
-        {"loop", "standby"},
+        {"loop"},
+        {"standby"},
         {"process"},
     ],
     "hisparse": [

@@ -7,6 +7,9 @@ file named by PLANTED_WHILE exists. For drills: what an alert waits for is cause
     slow-units   each unit of a prompt takes SLOW_UNIT_S longer
     hang         the decode loop of a worker does not turn
     failing-loop the decode loop of a worker raises RuntimeError
+    fault        a kernel writes to an address that is not mapped, amid a step; on a CPU the step raises. The file is
+                 gone then
+    no-memory    an allocation amid a step fails. The file is gone then
     lost-seat    a worker has one free seat less than the ledger says
     lone-rank    a worker says that it is one of two ranks of a group
     halted-trial a process in which a worker tries a grammar is stopped as soon as it starts. The file is gone then
@@ -104,6 +107,45 @@ def failing_loop() -> None:
         raise RuntimeError("planted\nin a turn")
 
     before(Executor, "turn", fail)
+
+
+def once(where: Any, name: str, act: Callable[[], None]) -> None:
+    """As `before`, by one process alone: the file is gone before `act`."""
+
+    def take() -> None:
+        try:
+            Path(os.environ[PLANTED_WHILE]).unlink()
+        except FileNotFoundError:  # another worker took it
+            return
+        act()
+
+    before(where, name, take)
+
+
+def fault() -> None:
+    import torch
+
+    from worker.loop.executor import Executor
+
+    def write_amiss() -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("planted: an illegal memory access was encountered")
+        source = 'extern "C" __global__ void fault() { *reinterpret_cast<volatile int*>(16) = 1; }'
+        torch.cuda._compile_kernel(source, "fault")(grid=(1, 1, 1), block=(1, 1, 1), args=[])
+
+    once(Executor, "_launch_step", write_amiss)
+
+
+def no_memory() -> None:
+    import torch
+
+    from worker.loop.executor import Executor
+
+    def allocate() -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch.empty(1 << 50, dtype=torch.uint8, device=device)
+
+    once(Executor, "_launch_step", allocate)
 
 
 def lost_seat() -> None:
@@ -223,6 +265,8 @@ DEFECTS: Final[dict[str, Callable[[], None]]] = {
     "slow-units": slow_units,
     "hang": hang,
     "failing-loop": failing_loop,
+    "fault": fault,
+    "no-memory": no_memory,
     "lost-seat": lost_seat,
     "lone-rank": lone_rank,
     "halted-trial": halted_trial,

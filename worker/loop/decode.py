@@ -335,7 +335,8 @@ class Decoder:
         return self._steps_alike >= STEPS_ALIKE and self._wanted() is not None
 
     def _wanted(self) -> _Capture | None:
-        return next((it for it in self._uncaptured if it.bucket is self._last_bucket and it.name == "replay"), None)
+        bucket = self._last_bucket
+        return next((one for one in self._uncaptured if one.bucket is bucket and one.name == "replay"), None)
 
     def capture_next(self) -> None:
         """Capture the graph that the last step lacked, or the next one, between two steps. Blocks until the device is

@@ -573,7 +573,7 @@ def tiny(run_dir: Path) -> Path:
          "--host-mem 1GB --device-mem 1TiB --context 1k"),
         ("--host-mem 1GB --gpu-mem lots --context 1k", 8, f"--gpu-mem=lots: not a size ({SIZE_WORDS})",
          "--host-mem 1gb --gpu-mem 2gib --context 1k"),
-        ("--host-mem 1GB --gpu-mem 1348MB --context 16k", 8, "--gpu-mem=1348MB: leaves 0 slab pages",
+        ("--host-mem 1GB --gpu-mem 1885MB --context 16k", 8, "--gpu-mem=1885MB: leaves 0 slab pages",
          "--host-mem 1GB --gpu-mem 2GB --context 16k"),
         ("--host-mem 1GB --gpu-mem 5MB --context 16k", 8, "--gpu-mem=5MB: the weights take", ""),
         ("--host-mem 1GB --gpu-mem 2GB --context 1x", 2, "'1x' is no number of tokens from 1 to 2147483647", ""),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from protocol.units import PAGE_TOKENS
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.hash_runner import FakeRunner
@@ -49,6 +50,8 @@ def capture_at_start(monkeypatch: pytest.MonkeyPatch, *, later: bool = False) ->
         executor._decoder.warm_up(graphs=True, later=later)
 
     monkeypatch.setattr(Executor, "__init__", create_and_warm_up)
+    monkeypatch.setattr(executor_module, "REPEATED_STEPS_MAX", 2)
+    monkeypatch.setattr(executor_module, "CAPTURE_PAUSE", 0.0)
 
 
 @pytest.fixture
@@ -152,8 +155,6 @@ def test_steps_between_which_graphs_are_captured_give_the_same(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_at_start(monkeypatch, later=True)
-    monkeypatch.setattr(executor_module, "REPEATED_STEPS_MAX", 2)
-    monkeypatch.setattr(executor_module, "CAPTURE_PAUSE", 0.0)
     streams, captured_behind = CapturingStreams(), []
     launch = Decoder.launch
 
@@ -176,6 +177,7 @@ def test_a_graph_that_steps_lack_is_captured_while_requests_repeat_rows_and_the_
 ) -> None:
     """A takeover: its requests have no new token before steps have repeated what was not durable."""
     capture_at_start(monkeypatch, later=True)
+    monkeypatch.setattr(executor_module, "REPEATED_STEPS_MAX", PAGE_TOKENS)
     streams, captured_behind, lacked = CapturingStreams(), [], []
     launch, capture = Decoder.launch, Decoder.capture_next
 
