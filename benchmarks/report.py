@@ -313,6 +313,21 @@ CRASH: Final = Table(
         for number, found in enumerate(length["rounds"], 1)
     ],
 )
+REPLACE: Final = Part(
+    "Command: `{machine[command]}`. Machine: GPU {machine[gpu]}, {machine[cores]} cores, load average "
+    "{machine[load]:g} before. {differ} of {compared} tokens differ.",
+    (
+        Table(
+            (
+                Column("cell", "cell"),
+                Column("pauses", "pauses"),
+                Column("p50", "p50_ms", ",.0f", "ms"),
+                Column("p99", "p99_ms", ",.0f", "ms"),
+                Column("most", "most_ms", ",.0f", "ms"),
+            )
+        ),
+    ),
+)
 TAKEOVER: Final = Part(
     "Command: `{machine[command]}`. Machine: GPU {machine[gpu]}, {machine[cores]} cores, load average "
     "{machine[load]:g} before. {differ} of {compared} tokens differ.",
@@ -585,6 +600,13 @@ SECTIONS: Final = (
             "takeover-cpu.json": TAKEOVER,
             "takeover-H200.json": TAKEOVER,
         },
+    ),
+    Section(
+        "Workers replaced",
+        "Pauses of requests that moved, tiny checkpoint: while two workers of a node are drained with handover and "
+        "nothing else runs; while `hisparse up --replace-workers` replaces both; and while the only worker of a node "
+        "is replaced.",
+        {"replace-cpu.json": REPLACE},
     ),
     Section(
         "Page transfer",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from hisparse.console.options import Setting, deadline_option, read_words, with_config
+from hisparse.console.options import COMMON, Setting, deadline_option, read_words, with_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,6 +180,11 @@ def _address(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--apart", is_flag=True, help="With --ray: no node has groups that prefill and groups that decode.")
 @click.option("--coordinator-node", metavar="ADDRESS", help="With --ray: node of the coordinator; default: Ray's head.")
 @click.option("--replace", is_flag=True, help="With --ray: stop what runs of that name, keep its rows, start as asked.")
+@click.option(
+    "--replace-workers",
+    is_flag=True,
+    help="Have the `up` that runs there replace its workers by this command's code, one by one.",
+)
 @click.option("--i-am-sure", "is_sure", is_flag=True, help="With --replace: nodes that do not answer are off.")
 @click.option(
     "--metrics-port",
@@ -208,6 +213,7 @@ def up(
     apart: bool,
     coordinator_node: str | None,
     replace: bool,
+    replace_workers: bool,
     is_sure: bool,
     metrics_port: int | None,
 ) -> int:
@@ -219,7 +225,13 @@ def up(
     each so many workers form a group, which holds one copy of the model and is restarted whole.
 
     With --ray coordinator, front and --groups groups of --group-size run on several machines: docs/ray.md.
+
+    With --replace-workers it starts nothing, but has the `up` of the same runtime directory replace each worker by a
+    process of this command's code, with the settings that it has. Requests move to other workers, or resume; --deadline
+    is for those that fit no other.
     """
+    if replace_workers:
+        return _replace_workers(config, deadline)
     from hisparse.cluster.up import UpOptions, run_up
     from protocol.config import listening_at, with_metrics_ports
 
@@ -240,6 +252,21 @@ def up(
         raise click.UsageError(f"{flags} need --ray", click.get_current_context())
     options = UpOptions(workers, roles, group_size, http is not None, abort_unfinished, deadline, ready_file)
     return run_up(config, options)
+
+
+def _replace_workers(config: Config, deadline_s: float) -> int:
+    from hisparse.cluster.children import Code
+    from hisparse.cluster.replacing import ReplaceOrder, ask_replacement
+    from hisparse.console.output import note
+    from hisparse.console.session import call
+
+    context = click.get_current_context()
+    for name in context.params:
+        is_given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if is_given and name not in (*COMMON, "replace_workers", "deadline"):
+            raise click.UsageError("--replace-workers takes --deadline alone: settings stay as they are", context)
+    call(config, "admin", lambda client: client.workers())  # refuses code that is newer than the coordinator
+    return ask_replacement(config.cluster.runtime_dir, ReplaceOrder(Code(), deadline_s), note)
 
 
 def _up_on_ray(

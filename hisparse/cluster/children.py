@@ -16,12 +16,14 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import trio
 
 import hisparse
@@ -69,15 +71,21 @@ def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGTERM) ->
         raise Unavailable("the parent process has ended", field="die-with", value=parent_pid)
 
 
-def child_environ() -> dict[str, str]:
-    """Environment for a child: this process's, without settings but the folder of kernels, with the path of this code.
+class Code(msgspec.Struct, frozen=True):
+    """The code that a child runs: an interpreter, by default this process's, and the folder of the packages."""
+
+    python: str = sys.executable
+    root: str = str(Path(hisparse.__file__).resolve().parents[1])
+
+
+def child_environ(code: Code = Code()) -> dict[str, str]:  # noqa: B008 - it is frozen
+    """Environment for a child: this process's, without settings but the folder of kernels, with the path of `code`.
 
     The working directory is not on the child's path: a `kernels/` there would hide the package of that name.
     """
     kept = (name for name in os.environ if not name.startswith(ENVIRONMENT_PREFIX) or name == KERNEL_CACHE_VARIABLE)
     environ = {name: os.environ[name] for name in kept}
-    root = str(Path(hisparse.__file__).resolve().parents[1])
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH", ""))))
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (code.root, environ.get("PYTHONPATH", ""))))
     environ["PYTHONSAFEPATH"] = "1"
     return environ
 

@@ -90,7 +90,15 @@ def _count(names: Sequence[str]) -> str:
 
 IPC: Final = "ipc://"
 #: Names of sockets that processes make in the runtime directory.
-PATTERNS: Final = ("client.sock", "admin.sock", "worker.sock", "group-*.sock", "http-*.sock", "weights-*.sock")
+PATTERNS: Final = (
+    "client.sock",
+    "admin.sock",
+    "worker.sock",
+    "group-*.sock",
+    "http-*.sock",
+    "up.sock",
+    "weights-*.sock",
+)
 
 
 def remove_dead_sockets(config: Config, placed: Iterable[WorkerSettings] = ()) -> None:

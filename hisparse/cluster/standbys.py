@@ -78,6 +78,22 @@ class Standbys:
         self._place(name, child)
         return True
 
+    async def put(self, name: str, child: Child) -> None:
+        """Make `child` the standby of `name`, in place of another, which is ended."""
+        before, self._children[name] = self._children.get(name), child
+        if before is not None:
+            before.signal(signal.SIGKILL)
+            await before.wait()
+            before.close()
+
+    async def dismiss(self, name: str, child: Child) -> None:
+        """End `child`, if it is still the standby of `name`."""
+        if self._children.get(name) is child:
+            child.signal(signal.SIGKILL)
+            await child.wait()
+            del self._children[name]
+            child.close()
+
     def kill(self) -> None:
         """End all standbys, as when the pool that they have attached to is damaged: others are started."""
         for child in self._children.values():
@@ -100,7 +116,7 @@ class Standbys:
         """
         restarts = Restarts()
         while True:
-            while name in self._ordered or not serves():  # noqa: ASYNC110 - no task tells either
+            while name in self._ordered or name in self._children or not serves():  # noqa: ASYNC110 - no task tells either
                 await trio.sleep(LOOK_INTERVAL_S)
             began = trio.current_time()
             child = self._children[name] = self._start(name)

@@ -256,6 +256,7 @@ class ProcessSupervisor:
     ) -> None:
         self._starting = starting
         self._standbys = standbys
+        self.leaving: set[str] = set()  # workers that are told to exit, for their standbys to take over
         self._restarts = {name: Restarts() for name in cluster.by_name}
         self._cluster = cluster
         self._report = report
@@ -297,9 +298,10 @@ class ProcessSupervisor:
         while True:
             child, began = self._cluster.by_name[name], trio.current_time()
             status = await child.wait()
-            is_final = self._is_final(status)
+            is_final, is_leaving = self._is_final(status) and name not in self.leaving, name in self.leaving
+            self.leaving.discard(name)
             served_s = self._served_s([name], trio.current_time() - began)
-            pause_s = None if is_final else restarts.after(served_s)
+            pause_s = None if is_final else 0.0 if is_leaving else restarts.after(served_s)
             if pause_s is None:
                 what = "not restarted" if is_final else "given up after too many restarts"
                 self._report(f"{name} {child.end_text(status)}; {what}")
@@ -317,6 +319,15 @@ class ProcessSupervisor:
                 self._cluster.restart(name)
             self._watch.began(name, trio.current_time())
             self._changed()
+
+    @property
+    def standbys(self) -> Standbys:
+        assert self._standbys is not None
+        return self._standbys
+
+    def serves(self, name: str) -> bool:
+        """Whether the process that is worker `name` now has been connected, and is kept."""
+        return name in self._left and self._watch.serves_since([name]) is not None
 
     async def _keep_standby(self, standbys: Standbys, name: str) -> None:
         def serves() -> bool:
@@ -450,7 +461,7 @@ class ProcessSupervisor:
             self._watch.came_to({name: child.step for name, child in self._workers.items()}, trio.current_time())
             self._look_at_pool()
         self._cluster.keepers.look()
-        ready = [] if self._standbys is None else self._standbys.ready
+        ready = [] if self._standbys is None else [name for name in self._standbys.ready if name not in self.leaving]
         for name in self._watch.hung(trio.current_time(), ready):
             child = self._cluster.by_name.get(name)  # none: a coordinator elsewhere
             if child is not None and child.running:

@@ -27,8 +27,7 @@ import os
 import signal
 import socket
 import ssl
-import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,10 +40,11 @@ import msgspec
 import trio
 
 from hisparse.client.client import Client
-from hisparse.cluster.children import Child, child_environ, stop_children, wait_all
+from hisparse.cluster.children import Child, Code, child_environ, stop_children, wait_all
 from hisparse.cluster.gpus import gpu_bytes
 from hisparse.cluster.leftovers import check_leftovers, left_text, remove_dead_sockets
 from hisparse.cluster.placement import CUDA, Weights, choose_group_size, place
+from hisparse.cluster.replacing import ReplaceServer, control_socket, replace_workers
 from hisparse.cluster.standbys import Standbys
 from hisparse.cluster.starting import started
 from hisparse.cluster.supervision import COORDINATOR, HTTP, START_LIMIT_S, ProcessSupervisor, open_admin
@@ -79,6 +79,7 @@ class Cluster:
     """The children. A child that has ended stays listed, with its status, until it is restarted.
 
     `workers` by name; `placed` are the settings of each, in order. A front writes to `ready_fd` once it listens.
+    `codes`: of workers that run other code than this process.
     """
 
     config: Config
@@ -88,11 +89,12 @@ class Cluster:
     workers: dict[str, Child] = field(default_factory=dict)
     http: Child | None = None
     ready_fd: int | None = None
+    codes: dict[str, Code] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pool_hold = PoolHold(self.pool)
         names = [settings.name for settings in self.placed if settings.standbys]
-        self.standbys = Standbys(names, self._start_standby, self._take_place)
+        self.standbys = Standbys(names, self.start_standby, self._take_place)
         self.keepers = WeightKeepers(_report)
 
     @property
@@ -114,12 +116,16 @@ class Cluster:
     def start_worker(self, settings: WorkerSettings) -> None:
         own = msgspec.structs.replace(self.config, worker=settings)
         self.keepers.keep(own, self.log_dir)
-        self.workers[settings.name] = start_child("worker", own, self.log_dir)
+        self.workers[settings.name] = start_child("worker", own, self.log_dir, code=self._code(settings.name))
 
-    def _start_standby(self, name: str) -> Child:
+    def start_standby(self, name: str, code: Code | None = None) -> Child:
+        """Start a standby of worker `name`, of the same code unless another is given."""
         own = msgspec.structs.replace(self.config, worker=self._settings(name))
         self.keepers.keep(own, self.log_dir)
-        return start_child("worker", own, self.log_dir, as_standby=True)
+        return start_child("worker", own, self.log_dir, as_standby=True, code=code or self._code(name))
+
+    def _code(self, name: str) -> Code:
+        return self.codes.get(name, Code())
 
     def _take_place(self, name: str, child: Child) -> None:
         self.workers[name].close()
@@ -318,14 +324,15 @@ def start_child(
     ready_fd: int | None = None,
     *,
     as_standby: bool = False,
+    code: Code = Code(),  # noqa: B008 - it is frozen
 ) -> Child:
     """Start `hisparse SUBCOMMAND` with all settings of `config` in its environment. It ends with this thread.
     `as_standby`: a worker that waits for `Child.order`."""
     name = config.worker.name if subcommand == "worker" else subcommand
-    command = [sys.executable, "-m", "hisparse.cli", subcommand, "--die-with", str(os.getpid())]
+    command = [code.python, "-m", "hisparse.cli", subcommand, "--die-with", str(os.getpid())]
     command += [] if ready_fd is None else ["--ready-fd", str(ready_fd)]
     command += ["--as-standby"] if as_standby else []
-    environ, log_path = child_environ() | to_environ(config), log_dir / f"{name}.log" if log_dir else None
+    environ, log_path = child_environ(code) | to_environ(config), log_dir / f"{name}.log" if log_dir else None
     inherited = () if ready_fd is None else (ready_fd,)
     return Child.start(
         name,
@@ -516,9 +523,10 @@ async def _serve(config: Config, options: UpOptions, interrupts: _Interrupts) ->
         for name, url in cluster.metrics.items():
             _report(f"metrics of {name} at {url}")
         _report("Ctrl-C drains and stops; a second one exits at once")
-        with _published(cluster, options.ready_file) as publish:
+        with _published(cluster, options.ready_file) as publish, control_socket(config.cluster.runtime_dir) as listener:
             supervisor = ProcessSupervisor(cluster, _report, publish, standbys=cluster.standbys)
-            ended = await _until_asked_or_lost(supervisor, interrupts.asked)
+            server = ReplaceServer(partial(replace_workers, cluster, supervisor), _report)
+            ended = await _until_asked_or_lost(supervisor, interrupts.asked, partial(server.serve, listener))
             if ended is None:
                 await _drain(cluster, options.deadline_s)
                 return 0
@@ -549,8 +557,11 @@ def _published(cluster: Cluster, ready_file: Path | None) -> Iterator[Callable[[
             ready_file.unlink(missing_ok=True)
 
 
-async def _until_asked_or_lost(supervisor: ProcessSupervisor, asked: trio.Event) -> Child | None:
-    """Keep the cluster until a drain is asked for (returns None), or until it is over (the child that ended it)."""
+async def _until_asked_or_lost(
+    supervisor: ProcessSupervisor, asked: trio.Event, serve: Callable[[], Awaitable[None]]
+) -> Child | None:
+    """Keep the cluster, and `serve`, until a drain is asked for (returns None), or until it is over (the child that
+    ended it)."""
     last: Child | None = None
 
     async def asked_for() -> None:
@@ -559,6 +570,7 @@ async def _until_asked_or_lost(supervisor: ProcessSupervisor, asked: trio.Event)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asked_for)
+        nursery.start_soon(serve)
         last = await supervisor.run()
         nursery.cancel_scope.cancel()
     return last

@@ -21,7 +21,7 @@ import trio
 
 from hisparse.client.client import Client, open_client
 from hisparse.cluster import up
-from hisparse.cluster.children import Child, child_environ
+from hisparse.cluster.children import Child, Code, child_environ
 from hisparse.cluster.supervision import ProcessSupervisor
 from hisparse.cluster.up import Cluster, running_cluster
 from protocol.config import HostFacts, build, to_environ
@@ -102,7 +102,12 @@ def plant(patched: pytest.MonkeyPatch, defect: str, trigger: Path) -> None:
     start = up.start_child
 
     def start_planted(
-        subcommand: str, config: Config, log_dir: Path | None, *others: int | None, as_standby: bool = False
+        subcommand: str,
+        config: Config,
+        log_dir: Path | None,
+        *others: int | None,
+        as_standby: bool = False,
+        code: Code | None = None,
     ) -> Child:
         if subcommand != "worker" or log_dir is None:
             return start(subcommand, config, log_dir, *others)

@@ -92,6 +92,29 @@ async def test_a_standby_that_is_ready_takes_over_and_another_is_started(nodes: 
     assert node.said == ["standby of w0 is ready"] * 2
 
 
+async def test_a_standby_of_other_code_takes_the_place_of_one_and_is_followed_by_one(nodes: list[FakeNode]) -> None:
+    """None is started beside it, and one that is dismissed is followed by another, too."""
+    nodes.append(node := FakeNode(OBEYS, OBEYS, OBEYS, OBEYS, OBEYS))
+    async with node.kept():
+        first = await node.until_ready(1)
+        other = node.start("w0")
+        await node.standbys.put("w0", other)
+        assert not first.running
+        await trio.sleep(3 * standbys.LOOK_INTERVAL_S)
+        assert node.started == [first, other]
+        assert node.standbys.take_over("w0")
+        assert node.placed == [other]
+        await until(lambda: other.step == "takes over")
+        assert node.standbys.unheard(trio.current_time()) == []
+        await node.standbys.dismiss("w0", other)
+        assert other.running, "it is the worker"
+        await node.until_ready(3)
+        await node.standbys.put("w0", last := node.start("w0"))
+        await node.standbys.dismiss("w0", last)
+        assert not last.running
+        await node.until_ready(5)
+
+
 async def test_no_standby_is_started_for_a_worker_that_does_not_serve(nodes: list[FakeNode]) -> None:
     nodes.append(node := FakeNode(OBEYS))
     serving: list[bool] = []

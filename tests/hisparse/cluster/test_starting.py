@@ -185,7 +185,7 @@ async def test_a_group_that_never_completes_leaves_nothing_running(
     flags = {"cluster.runtime_dir": str(tmp_path), "worker.model": str(tmp_path / "model")}
     start, until_ready, running = up.start_child, up.started, []
 
-    def start_waiting(subcommand: str, config: Config, log_dir: Path | None) -> Child:
+    def start_waiting(subcommand: str, config: Config, log_dir: Path | None, **_: Any) -> Child:
         if subcommand != "worker":
             child = start(subcommand, config, log_dir)
         else:
@@ -219,8 +219,8 @@ async def test_processes_that_are_killed_while_they_start_are_restarted_and_the_
     write_tiny_checkpoint(tmp_path / "model", layers=2)
     start, names = up.start_child, []
 
-    def start_and_kill(subcommand: str, config: Config, *others: Any) -> Child:
-        child = start(subcommand, config, *others)
+    def start_and_kill(subcommand: str, config: Config, *others: Any, **how: Any) -> Child:
+        child = start(subcommand, config, *others, **how)
         names.append(child.name)
         if names.count(child.name) == 1:
             child.signal(signal.SIGKILL)
@@ -266,10 +266,10 @@ async def test_listener_of_another_process_is_not_taken_for_the_front(
     start = up.start_child
     with ExitStack() as stack:
 
-        def start_late(subcommand: str, config: Config, *others: Any) -> Child:
+        def start_late(subcommand: str, config: Config, *others: Any, **how: Any) -> Child:
             if subcommand == "http":
                 stack.enter_context(socket.create_server(("127.0.0.1", config.http.port)))
-            return start(subcommand, config, *others)
+            return start(subcommand, config, *others, **how)
 
         monkeypatch.setattr(up, "start_child", start_late)
         with trio.fail_after(LIMIT_S), pytest.raises(ConfigError, match="process=http: exited with 8 during start"):
