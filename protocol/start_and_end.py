@@ -32,6 +32,8 @@ from protocol.errors import HiSparseError
 NAME_BYTES_MAX: Final = 15
 #: The step of a process that waits for the order to start as a worker.
 STANDBY: Final = "standby"
+#: The step of a worker that was asked to exit.
+LEAVING: Final = "leaving"
 SELF: Final = Path("/proc/self/comm")
 
 

@@ -8,7 +8,7 @@
               coordinator answers, is killed (`ChildWatch`). The coordinator has declared it down one limit earlier, and
               its pages are quarantined until its exit is proved. This includes a stopped process (SIGSTOP). Where a
               standby is ready, the process is killed as soon as a coordinator that had it connected has declared it
-              down: a takeover costs less than one more limit. A
+              down, unless it is leaving: a takeover costs less than one more limit. A
               coordinator that does not answer for COORDINATOR_HUNG_LIMITS heartbeat limits is killed likewise, and so
               is a worker that has not connected, and has come no further for START_LIMIT_S; of a group, no rank
     standby   where a worker has one, it takes over in place of a restart (hisparse.cluster.standbys),
@@ -65,6 +65,7 @@ from protocol.errors import (
 )
 from protocol.messages import WorkerRow
 from protocol.settings import Config
+from protocol.start_and_end import LEAVING
 from protocol.transport.keys import access
 from worker.pool.file import PoolHold
 
@@ -461,8 +462,7 @@ class ProcessSupervisor:
             self._watch.came_to({name: child.step for name, child in self._workers.items()}, trio.current_time())
             self._look_at_pool()
         self._cluster.keepers.look()
-        ready = [] if self._standbys is None else [name for name in self._standbys.ready if name not in self.leaving]
-        for name in self._watch.hung(trio.current_time(), ready):
+        for name in self._watch.hung(trio.current_time(), self._replaceable()):
             child = self._cluster.by_name.get(name)  # none: a coordinator elsewhere
             if child is not None and child.running:
                 is_starting = self._watch.is_starting(name)
@@ -472,6 +472,11 @@ class ProcessSupervisor:
         for child in self._standbys.unheard(trio.current_time()) if self._standbys is not None else ():
             self._report(f"{child.name} does not take over; killed")
             child.signal(signal.SIGKILL)
+
+    def _replaceable(self) -> list[str]:
+        """Return the workers that have a ready standby and were not asked to exit."""
+        ready = [] if self._standbys is None else self._standbys.ready
+        return [name for name in ready if name not in self.leaving and self._cluster.by_name[name].step != LEAVING]
 
     @property
     def _workers(self) -> Mapping[str, Child]:

@@ -37,6 +37,7 @@ from protocol.messages import (
     encode,
 )
 from protocol.skew import read_frame
+from protocol.start_and_end import LEAVING, tell_step
 from protocol.transport.dealer import DealerSocket
 from protocol.transport.keys import Insecure, PeerKey
 from worker.link.link_state import Action, Apply, Drop, GiveUp, LinkState, Send, SendTokenizer, StopAsked
@@ -139,7 +140,11 @@ class Link:
         return self._stop_asked.is_set()
 
     def request_stop(self, deadline_s: float) -> None:
-        """Leave once nothing is held, and after `deadline_s` withdraw what is. An earlier deadline wins."""
+        """Leave once nothing is held, and after `deadline_s` withdraw what is. An earlier deadline wins.
+
+        The process says so first: a supervisor that sees the worker disconnected then waits for its exit.
+        """
+        tell_step(LEAVING)
         self._stop_at = min(self._stop_at, trio.current_time() + deadline_s)
         self._stop_asked.set()
 

@@ -17,7 +17,7 @@ from hisparse.cluster import restarts, standbys
 from hisparse.cluster.children import Child
 from hisparse.cluster.standbys import Standbys
 from hisparse.cluster.supervision import COORDINATOR, ProcessSupervisor
-from protocol.start_and_end import STANDBY
+from protocol.start_and_end import LEAVING, STANDBY
 from tests.hisparse.cluster.test_supervision import CHILDREN_LIMIT_S, SLEEP, FakeCluster, clusters, row
 
 __all__ = ["clusters"]
@@ -218,6 +218,28 @@ async def test_the_order_comes_once_the_exit_of_the_worker_is_proved(
         await until(lambda: cluster.by_name["w0"].step == "takes over")
     assert seen.read_text() == "False"
     assert "w0 killed by SIGKILL; its standby takes over in 0 s" in node.said
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_worker_that_is_down_is_killed_for_its_standby_unless_it_leaves(
+    tmp_path: Path, clusters: list[FakeCluster], nodes: list[FakeNode], leaves: bool
+) -> None:
+    """One that was asked to exit has told the coordinator so, and may free gigabytes before its process is gone."""
+    nodes.append(node := FakeNode(OBEYS))
+    step = LEAVING if leaves else "hisparse worker"
+    clusters.append(cluster := WithStandbys(tmp_path, [SAY + f"say({step!r}); time.sleep(60)"], node))
+    worker, watch = cluster.by_name["w0"], cluster.supervisor._watch
+    watch.began("w0", trio.current_time())
+    watch.answered([row(5)], trio.current_time())
+    async with node.kept():
+        await node.until_ready(1)
+        await until(lambda: worker.step == step)
+        watch.asks_anew()
+        watch.answered([row(5)], trio.current_time())
+        watch.answered([row(5, "disconnected")], trio.current_time())
+        cluster.supervisor._look()
+        assert ("w0 hangs; killed" in node.said) != leaves
+        assert leaves or await worker.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("whole", [True, False])
