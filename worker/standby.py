@@ -83,8 +83,8 @@ class DismissedError(Exception):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a standby has when it is ordered to take over. `pool`: None where there was none to attach to. `runner`:
-    None where no weights could be mapped. `is_warm`: each batch size has run."""
+    """The parts that a standby has when it is ordered to take over. `pool`: None where there was none to attach to.
+    `runner`: None where no weights could be mapped. `is_warm`: each batch size has run."""
 
     pool: MappedPool | None = None
     runner: TransformersRunner | None = None

@@ -54,7 +54,7 @@ DRAINED: Final = "drained"
 
 
 class ReplaceOrder(msgspec.Struct, frozen=True):
-    """Which code the workers are to run, and for how many seconds requests that fit no other worker may run on."""
+    """The code that workers are to run, and the seconds for which requests that fit no other worker may run on."""
 
     code: Code
     deadline_s: float

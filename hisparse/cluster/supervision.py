@@ -327,7 +327,7 @@ class ProcessSupervisor:
         return self._standbys
 
     def serves(self, name: str) -> bool:
-        """Whether the process that is worker `name` now has been connected, and is kept."""
+        """Return whether the process that is worker `name` now has been connected, and is kept."""
         return name in self._left and self._watch.serves_since([name]) is not None
 
     async def _keep_standby(self, standbys: Standbys, name: str) -> None:

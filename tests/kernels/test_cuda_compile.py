@@ -116,7 +116,7 @@ def test_variant_compiles_without_spills(part: int, compile_all: Callable[..., N
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", [pytest.param(it, marks=pytest.mark.deep(part=at)) for at, it in enumerate(OTHERS)])
 def test_every_variant_compiles_without_spills(arch: str, compile_all: Callable[..., None]) -> None:
-    """For later architectures than Hopper each layout and each cluster."""
+    """Each layout and each cluster, for architectures other than Hopper."""
     compile_all(arch, OTHERS[arch])
 
 

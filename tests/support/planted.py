@@ -110,7 +110,7 @@ def failing_loop() -> None:
 
 
 def once(where: Any, name: str, act: Callable[[], None]) -> None:
-    """As `before`, by one process alone: the file is gone before `act`."""
+    """Do `act` as `before` does, in one process alone: the file is gone ahead of it."""
 
     def take() -> None:
         try:

@@ -53,7 +53,12 @@ def _classes(kind: type[Exception]) -> Iterator[str]:
             yield from _classes(inner)
 
 
-for _module in ("hisparse.http.server.wire", "hisparse.http.errors", "hisparse.client.connection"):
+for _module in (
+    "hisparse.http.server.wire",
+    "hisparse.http.errors",
+    "hisparse.client.connection",
+    "hisparse.cluster.replacing",
+):
     importlib.import_module(_module)
 REFUSALS: Final = frozenset([*_classes(HiSparseError), *_classes(click.ClickException)]) - {"HiSparseError"}
 

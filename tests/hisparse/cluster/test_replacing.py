@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import trio
 
+from hisparse.cluster import replacing
 from hisparse.cluster.children import Child, Code
 from hisparse.cluster.replacing import (
     ReplaceFailedError,
@@ -154,7 +155,13 @@ async def test_the_new_process_is_ready_before_the_drain_and_takes_over_behind_i
 
 @pytest.mark.parametrize(
     ("successor", "limit_s", "why"),
-    [("exit(8)", CHILDREN_LIMIT_S, "exited with 8"), (SLEEP, 0.3, "has come no further than 'python")],
+    [
+        pytest.param(*("exit(8)", CHILDREN_LIMIT_S, "exited with 8"), marks=pytest.mark.refuses("its new process {}")),
+        pytest.param(
+            *(SLEEP, 0.3, "has come no further than 'python"),
+            marks=pytest.mark.refuses("ReplaceFailedError worker={}: {}"),
+        ),
+    ],
 )
 async def test_a_process_that_does_not_come_up_leaves_the_worker_alone(
     make: Makes, successor: str, limit_s: float, why: str
@@ -214,6 +221,50 @@ async def test_a_process_that_ends_as_it_takes_over_is_followed_by_the_code_befo
     assert cluster.codes_of_workers == {}
 
 
+@pytest.mark.refuses("not drained in time")
+async def test_a_drain_that_does_not_end_is_taken_back(make: Makes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacing, "DRAIN_MARGIN_S", 0.1)
+    cluster = make(OBEYS, LEAVES)
+    old, cluster.admin.may_end = cluster.by_name["w0"], trio.Event()
+    async with cluster.heard():
+        with pytest.raises(ReplaceFailedError, match="worker=w0: not drained in time"):
+            await cluster.replace()
+        assert old.running
+    assert [call[0] for call in cluster.admin.calls] == ["drain", "undrain"]
+
+
+@pytest.mark.refuses("not drained: {}")
+async def test_a_coordinator_that_cannot_drain_leaves_the_worker_alone(
+    make: Makes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> tuple[str, ...]:
+        raise Unavailable("the coordinator has gone")
+
+    monkeypatch.setattr(FakeCoordinator, "drain", refuse)
+    cluster = make(OBEYS, LEAVES)
+    old = cluster.by_name["w0"]
+    async with cluster.heard():
+        with pytest.raises(ReplaceFailedError, match="not drained: the coordinator has gone"):
+            await cluster.replace()
+        assert cluster.by_name["w0"] is old
+        assert old.running
+
+
+@pytest.mark.refuses("the worker ended, and was restarted")
+async def test_a_restart_in_place_of_the_takeover_is_told(make: Makes) -> None:
+    cluster = make(OBEYS, LEAVES, LEAVES)
+    old, child = cluster.by_name["w0"], cluster.start_standby("w0")
+    adapter: Any = Adapter(cluster)
+    placed = WorkerReplacement(adapter, cluster.supervisor, ORDER, cluster.said.append)._placed("w0", old, child)
+    assert not placed()
+    old.signal(signal.SIGKILL)
+    await old.wait()
+    cluster.restart("w0")
+    with pytest.raises(ReplaceFailedError, match="the worker ended, and was restarted"):
+        placed()
+
+
+@pytest.mark.refuses("ranks of a group are not replaced", "WrongState worker={}: does not serve")
 async def test_what_cannot_be_replaced_is_refused_before_any_is(make: Makes) -> None:
     cluster = make(OBEYS, LEAVES)
     async with cluster.heard():
@@ -259,6 +310,7 @@ async def test_orders_are_carried_out_one_at_a_time_though_the_command_is_gone(t
     assert said == ["begins", "goes on"] * 2
 
 
+@pytest.mark.refuses("no `hisparse up` listens there")
 async def test_errors_of_a_replacement_reach_the_command(tmp_path: Path) -> None:
     directory, errors = tmp_path / "run", iter([ReplaceFailedError("exited with 8"), WrongState("does not serve")])
 
@@ -274,6 +326,35 @@ async def test_errors_of_a_replacement_reach_the_command(tmp_path: Path) -> None
     assert said == ["not replaced: exited with 8", "not replaced: does not serve"]
     with pytest.raises(Unavailable, match="no `hisparse up` listens there"):
         await ask(directory, said.append)
+
+
+@pytest.mark.parametrize(
+    ("reads", "why"),
+    [
+        pytest.param(
+            *(True, "ended before its workers were replaced"),
+            marks=pytest.mark.refuses("hisparse up ended before its workers were replaced"),
+        ),
+        pytest.param(False, "does not answer", marks=pytest.mark.refuses("hisparse up does not answer")),
+    ],
+)
+async def test_an_up_that_ends_amid_is_told(tmp_path: Path, reads: bool, why: str) -> None:
+    directory = tmp_path / "run"
+    with control_socket(str(directory)) as listener:
+        accepting = trio.socket.from_stdlib_socket(listener)
+
+        async def end() -> None:
+            connection, _ = await accepting.accept()
+            with connection:
+                if reads:  # unread, the order is a reset
+                    await connection.recv(65_536)
+                else:
+                    await trio.sleep(0.2)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(end)
+            with pytest.raises(Unavailable, match=why):
+                await ask(directory, lambda _: None)
 
 
 async def ask(directory: Path, note: Callable[[str], None]) -> int:
