@@ -66,7 +66,6 @@ def up(run_dir: Path, tmp_path: Path) -> Iterator[Up]:
         yield up
 
 
-@pytest.mark.refuses("--replace-workers takes --deadline alone")
 async def test_workers_are_replaced_under_load_by_code_of_another_tree(up: Up, tmp_path: Path) -> None:
     """Weights are mapped, not read. A release that refuses to start changes nothing; other commands are refused."""
     tree = Tree(tmp_path / "next")

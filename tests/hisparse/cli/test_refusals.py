@@ -239,6 +239,9 @@ CASES: Final[dict[str, Case]] = {
         given=written("x.toml", "worker = 3\n"),
     ),
     "no worker named": Case("drain", 2, "name workers, or pass --all", ["drain w0", "drain --all"]),
+    "replacement with settings": Case(
+        "up --replace-workers --seats 3", 2, "--replace-workers takes --deadline alone: settings stay as they are"
+    ),
     "not sure": Case("release-quarantine w0", 2, "pass --i-am-sure", ["release-quarantine w0 --i-am-sure"]),
     "no such state": Case(
         "requests --state runing",
