@@ -17,6 +17,10 @@ one after the other. A slot of the seat that holds position p already, since p w
 stays) the tail slot of place r as it is; a slot at place r that holds another token retires, and nothing is evicted.
 If place r was unset, slot H+r is an ordinary one from then on, and the seat's eviction queue begins anew.
 
+Where slots hold a page, the tail holds the T newest pages. A token takes a slot when it begins a page; else its page lies
+in a slot already, in every selection (a page that was not loaded is refused: Tripwire.UNGRANTED). The page at place r
+retires when its successor of T pages later begins, at least (T - 1) * 64 positions behind its last token.
+
 A row retires once it cannot be rejected any more, and its last write is backed up. A step begins at most R positions
 behind the one before. So position p - T, which the last row of a step retires, lies more than j R positions before the
 step's first one, T = (j + 1) R: none of the j steps before wrote it. With T >= 2 R there is one such step at least.
@@ -55,14 +59,14 @@ def check_begin_step(state: DeviceState, batch: StepBatch, plan: BackupPlan) -> 
     if batch.seat_rows > state.seat_rows:
         remedy = f"at most {state.seat_rows}, or allocate the state with more seat_rows"
         raise BadInput("more than the state's", field="batch.seat_rows", value=batch.seat_rows, remedy=remedy)
-    sizes = Sizes(groups=state.geometry.groups)
+    sizes = Sizes(places=state.geometry.places)
     sizes.check("batch.seats", batch.seats, ("batch",), torch.int32, torch.int64)
     sizes.check("batch.lengths", batch.lengths, ("batch",), torch.int32, torch.int64)
     sizes.check("batch.num_real", batch.num_real, (1,), torch.int32)
-    sizes.check("batch.new_rows", batch.new_rows, ("groups", "batch"), torch.int32)
+    sizes.check("batch.new_rows", batch.new_rows, ("places", "batch"), torch.int32)
     sizes.check("batch.new_index_rows", batch.new_index_rows, ("batch",), torch.int32)
     sizes.check("batch.opened", batch.opened, ("batch", OPENED_WORDS), torch.int32)
     sizes.check("batch.rejected", batch.rejected, ("batch",), torch.int32)
-    sizes.check("plan.device_row", plan.device_row, ("groups", "batch"), torch.int32)
+    sizes.check("plan.device_row", plan.device_row, ("places", "batch"), torch.int32)
     for name in ("index_row", "host_page", "host_offset"):
         sizes.check(f"plan.{name}", getattr(plan, name), ("batch",), torch.int32)

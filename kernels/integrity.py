@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.layout import SLOT_ABSENT
 from kernels.state import SLOT_MASK, DeviceState, slot_rows
 from protocol.errors import InternalError
-from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
+from protocol.units import pages_for
 
 
 def check_state(state: DeviceState, seat: int, length: int) -> None:
@@ -24,7 +24,7 @@ def check_state(state: DeviceState, seat: int, length: int) -> None:
     hot_slots = int(state.hot_slots[seat])
     if hot_slots < 0:
         return
-    chunks = state.chunk_table[seat, : managed_chunks(hot_slots) if hot_slots else pages_for(length)]
+    chunks = state.chunk_table[seat, : state.buffer_chunks(hot_slots) if hot_slots else pages_for(length)]
     _require(
         bool((chunks >= 0).all()) and len(set(chunks.tolist())) == len(chunks), seat, "chunks missing or held twice"
     )
@@ -32,14 +32,14 @@ def check_state(state: DeviceState, seat: int, length: int) -> None:
         return
     device = state.rows.device
     rows = slot_rows(state, seat, hot_slots + state.tail_slots)
+    unit, each = state.geometry.slot_tokens, state.geometry.page_slots
     reach = length + state.seat_rows - 1  # tokens of rejected rows lie below it
     pages = state.index_table[seat, : pages_for(reach)].long()
-    held = (pages >= 0).repeat_interleave(PAGE_TOKENS)[:reach]
-    index_rows = (pages.clamp(min=0).unsqueeze(1) * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten()[
-        :reach
-    ]
-    for group in range(state.geometry.groups):
-        where = f"group {group}: "
+    length, reach = -(-length // unit), -(-reach // unit)
+    held = (pages >= 0).repeat_interleave(each)[:reach]
+    index_rows = (pages.clamp(min=0).unsqueeze(1) * each + torch.arange(each, device=device)).flatten()[:reach]
+    for group in range(state.geometry.selections):
+        where = f"group {group}: " if state.geometry.heads == 1 else f"selection {group}: "
         tokens, stamps = state.slot_token[group, rows].long(), state.stamp[group, rows]
         slots = torch.where(held, state.slot_of[group, index_rows].long() & SLOT_MASK, SLOT_ABSENT)
         _check_maps(tokens, slots, length, seat, where)

@@ -43,7 +43,7 @@ def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Ten
 def new_rows(state: DeviceState, layer: int, batch: StepBatch) -> RowTarget:
     """Return the places that write_new_rows stores to, for a kernel that forms the rows."""
     _check_plane(state, layer, 0)
-    return RowTarget(state.planes[0][layer], batch.new_rows[state.geometry.group_of_layer[layer]])
+    return RowTarget(state.plane(layer, 0), state.new_rows_of(batch, layer, 0))
 
 
 def new_keys(state: DeviceState, group: int, batch: StepBatch) -> RowTarget:
@@ -53,8 +53,9 @@ def new_keys(state: DeviceState, group: int, batch: StepBatch) -> RowTarget:
 
 
 def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0) -> Tensor:
-    """Rows at the device rows of swap_in, int32[B, k]: uint8[B, k, planes[plane]], zeros where -1."""
+    """Rows at the device rows of swap_in, int32[B, k]: uint8[B, k, slot_tokens * planes[plane]], zeros where -1."""
     _check_plane(state, layer, plane)
+    check_number("layer", layer - state.geometry.dense, state.geometry.layers - state.geometry.dense)
     Sizes().check("out_rows", out_rows, ("batch", "k"), torch.int32)
     rows: Tensor = backend(state, __name__).gather_rows(state, layer, out_rows, plane)
     return rows
@@ -94,6 +95,15 @@ def read_index_keys(state: DeviceState, group: int, seat: int, stop: int, *, sta
     return rows
 
 
+def read_dense_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0, *, start: int = 0) -> Tensor:
+    """Rows of positions start..stop-1 of a dense layer: uint8[stop - start, planes[plane]]."""
+    _check_plane(state, layer, plane)
+    check_number("layer", layer, state.geometry.dense)
+    _check_span(state, "index_table", seat, start, stop)
+    rows: Tensor = backend(state, __name__).read_dense_rows(state, layer, seat, stop, plane, start=start)
+    return rows
+
+
 def _check_plane(state: DeviceState, layer: int, plane: int) -> None:
     check_number("layer", layer, state.geometry.layers)
     check_number("plane", plane, len(state.geometry.planes))
@@ -119,7 +129,8 @@ def slab_rows(state: DeviceState, seat: int, positions: Tensor) -> Tensor:
 
 
 def copy_slab_pages(state: DeviceState, layer: int, slab_pages: Tensor, chunks: Tensor) -> None:
-    """Copy rows of `layer` in `slab_pages` int64[n] to `chunks` int64[n] of the arena, which must differ: whole pages.
+    """Copy rows of `layer` in `slab_pages` int64[n] to `chunks` int64[n] of the arena, of a dense layer to index pages,
+    which must differ: whole pages.
 
     Takes COPIED_PAGES pages at a time as scratch memory. Raises BadInput before any change.
     """
@@ -127,8 +138,9 @@ def copy_slab_pages(state: DeviceState, layer: int, slab_pages: Tensor, chunks: 
     sizes = Sizes()
     sizes.check("slab_pages", slab_pages, ("pages",), torch.int64)
     sizes.check("chunks", chunks, ("pages",), torch.int64)
-    for source, target in zip(state.slab(layer).row_words, state.row_words, strict=True):
-        there, here = (words[layer].unflatten(0, (-1, PAGE_TOKENS)) for words in (source, target))
+    slab = state.slab(layer)
+    for plane in range(len(state.geometry.planes)):
+        there, here = (of.words(layer, plane).unflatten(0, (-1, PAGE_TOKENS)) for of in (slab, state))
         for first in range(0, len(chunks), COPIED_PAGES):
             part = slice(first, first + COPIED_PAGES)
             here.index_copy_(0, chunks[part], there.index_select(0, slab_pages[part]))

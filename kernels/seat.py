@@ -12,6 +12,9 @@ Resident and managed turn into each other by setting up anew: resident -> manage
 are `first_token..`), managed -> resident follows a copy of all rows into fresh chunks. All but clear_seat leave the hit
 and miss counters alone: they belong to the request, not to the buffer.
 
+A *token* is a unit where slots hold a page: `slots` and `tokens` of hold_tokens, what latest_tokens gives, and slots
+everywhere. `first_token` and `tokens` of init_managed are tokens in any case.
+
 All but latest_tokens empty the seat's eviction queue: it belongs to the buffer.
 
 Rows are only ever dropped here, never saved: the caller waits until the newest row's backup completed (I3).
@@ -32,7 +35,7 @@ from kernels.check import Sizes, check_number
 from kernels.reference import seat as in_torch
 from kernels.state import DeviceState
 from protocol.errors import BadInput, WrongState
-from protocol.units import PAGE_TOKENS, SLOTS_MAX, managed_chunks
+from protocol.units import PAGE_TOKENS, SLOTS_MAX
 
 
 def init_resident(state: DeviceState, seat: int) -> None:
@@ -44,18 +47,19 @@ def init_resident(state: DeviceState, seat: int) -> None:
 def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int, tokens: int) -> None:
     """A managed buffer whose slots 0..tokens-1 hold tokens first_token..first_token+tokens-1, and the others nothing.
 
-    `chunk_table[seat]` names its managed_chunks(hot_slots) chunks and `index_table[seat]` the pages of the context. All
+    `chunk_table[seat]` names its Geometry.buffer_chunks and `index_table[seat]` the pages of the context. All
     other tokens become absent. The tokens count as used at step 0, before anything that decodes. Raises BadInput.
     """
     check_number("seat", seat, state.seats)
     _check_size(state, hot_slots)
     room = state.index_table.shape[1] * PAGE_TOKENS
-    if first_token % PAGE_TOKENS or not 0 <= tokens <= hot_slots or not 0 <= first_token <= room - tokens:
+    most = hot_slots * state.geometry.slot_tokens
+    if first_token % PAGE_TOKENS or not 0 <= tokens <= most or not 0 <= first_token <= room - tokens:
         raise BadInput(
             f"{tokens} tokens from {first_token} do not lie in whole chunks of {hot_slots} slots, or not below {room}",
             field="first_token, tokens",
             value=f"{first_token}, {tokens}",
-            remedy=f"start at a multiple of {PAGE_TOKENS} and pass at most hot_slots tokens",
+            remedy=f"start at a multiple of {PAGE_TOKENS} and pass at most {most} tokens",
         )
     backend(state, __name__).init_managed(state, seat, hot_slots, first_token, tokens)
 
@@ -63,11 +67,17 @@ def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int
 def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:
     """Keep slots 0..hot_slots-1 of `old_slots` as the ordinary ones; the tail starts anew at slots hot_slots..+T-1.
 
+    Of a buffer whose slots hold a token: the page that the next token goes to may lie in any slot, so that a buffer of
+    pages is set up anew.
+
     Tokens in higher slots become absent; tail tokens that lie below keep their slot and count as used in the last step.
-    The chunks beyond managed_chunks(hot_slots) are free afterwards: call while `chunk_table` still names them. Raises
-    BadInput unless smaller, WrongState unless managed.
+    The chunks beyond Geometry.buffer_chunks are free afterwards: call while `chunk_table` still names them. Raises
+    BadInput unless smaller, or where slots hold a page, WrongState unless managed.
     """
     _check_resize(state, seat, old_slots, hot_slots)
+    if state.geometry.slot_tokens > 1:
+        remedy = "set the buffer up anew with init_managed, and hold the page that is written next"
+        raise BadInput("slots of a page cannot go", field="hot_slots", value=hot_slots, remedy=remedy)
     if hot_slots >= old_slots:
         raise BadInput("not smaller", field="hot_slots", value=hot_slots, remedy=f"less than the present {old_slots}")
     backend(state, __name__).shrink_managed(state, seat, old_slots, hot_slots)
@@ -76,7 +86,7 @@ def shrink_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int
 def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) -> None:
     """Add empty slots up to hot_slots+T-1. Tail slots stay where they are; places not set yet move to hot_slots+r.
 
-    Call when `chunk_table` names managed_chunks(hot_slots) chunks, the old ones first and unchanged. Raises BadInput
+    Call when `chunk_table` names its Geometry.buffer_chunks, the old ones first and unchanged. Raises BadInput
     unless larger by T at least, so that a moved place never meets a tail slot that stays; WrongState unless managed.
     """
     _check_resize(state, seat, old_slots, hot_slots)
@@ -87,9 +97,9 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
 
 
 def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, slots: Tensor, tokens: Tensor) -> None:
-    """In group `groups[i]`, slot `slots[i]` holds token `tokens[i]`, used last at step 0.
+    """In selection `groups[i]`, slot `slots[i]` holds token `tokens[i]`, used last at step 0.
 
-    All int64[n]. For a buffer that init_managed has set up empty: no slot of a group comes twice, nor any token;
+    All int64[n]. For a buffer that init_managed has set up empty: no slot of a selection comes twice, nor any token;
     slots lie below `hot_slots`, tokens below the length, whose pages are granted. Their rows are there by the time they
     are read. Raises BadInput.
     """
@@ -102,7 +112,7 @@ def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, s
 
 
 def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) -> None:
-    """Tokens that the last step of `seat` used into `out` int32[G, n], in no order, -1 padded.
+    """Units that the last step of `seat` used into `out` int32[selections, n], in no order, -1 padded.
 
     The buffer is managed, of `hot_slots`. The step's own tokens may be among them, those of rejected rows too; where
     more were used than `out` has room for, some are left out. Changes nothing else; another size counts Tripwire.SEAT
@@ -110,7 +120,7 @@ def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) ->
     """
     check_number("seat", seat, state.seats)
     _check_size(state, hot_slots)
-    Sizes(groups=state.geometry.groups).check("out", out, ("groups", "n"), torch.int32)
+    Sizes(selections=state.geometry.selections).check("out", out, ("selections", "n"), torch.int32)
     in_torch.latest_tokens(state, seat, hot_slots, out)
 
 
@@ -134,9 +144,9 @@ def _check_resize(state: DeviceState, seat: int, old_slots: int, hot_slots: int)
 def _check_size(state: DeviceState, hot_slots: int) -> None:
     if not 1 <= hot_slots <= SLOTS_MAX - PAGE_TOKENS:
         raise BadInput("out of range", field="hot_slots", value=hot_slots, remedy=f"1 to {SLOTS_MAX - PAGE_TOKENS}")
-    if managed_chunks(hot_slots) > state.chunk_table.shape[1]:
+    if state.buffer_chunks(hot_slots) > state.chunk_table.shape[1]:
         raise BadInput(
-            f"needs {managed_chunks(hot_slots)} chunks, the chunk table holds {state.chunk_table.shape[1]}",
+            f"needs {state.buffer_chunks(hot_slots)} chunks, the chunk table holds {state.chunk_table.shape[1]}",
             field="hot_slots",
             value=hot_slots,
             remedy="allocate the state with a larger max_chunks",

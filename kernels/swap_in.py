@@ -16,6 +16,8 @@ Contract, the same for every backend:
   * `batch` and the seats' tables are as begin_step left them. A change in between has undefined effect: CUDA reads the
     copy in `batch.opened`. A batch without a begin_step gives -1 everywhere.
   * A host row is read only for a token that lies outside the tail, so its backup has completed (I3).
+  * Where slots hold a page, "token" above is a unit: entries number pages of the context, and device rows chunks. Each
+    head selects for itself, and the copies are of its planes.
 
 Which missed token goes to which of the victim slots is not part of the contract: compare sets and bytes, not slots.
 """
@@ -35,7 +37,7 @@ from protocol.units import TOPK_MAX
 
 def swap_in(
     state: DeviceState,
-    group: int,
+    selection: int,
     topk: Tensor,
     batch: StepBatch,
     out_rows: Tensor,
@@ -45,26 +47,30 @@ def swap_in(
 ) -> None:
     """Device rows of `topk` int32[B, k] into `out_rows` int32[B, k]; the misses of the anchor layer are copied.
 
+    `selection`: a group, or where rows have several heads group * heads + head.
+
     `beside`: other kernels run meanwhile, to which half of the device is left where the batch allows it.
 
     `plan` receives the copies for replay_misses. `batch` as begin_step left it. Changes slot_of,
-    slot_token, stamp, eviction queue, hits, misses of `group`, rows of its anchor layer, and `batch.rejected` of rows
-    behind depth 0 that did not fit; nothing else. Raises BadInput before any change when a tensor does not fit.
+    slot_token, stamp, eviction queue, hits, misses of `selection`, rows of its anchor layer, and `batch.rejected` of
+    rows behind depth 0 that did not fit; nothing else. Raises BadInput before any change when a tensor does not fit.
     """
-    check_swap_in(state, group, topk, batch, out_rows, plan)
-    backend(state, __name__).swap_in(state, group, topk, batch, out_rows, plan, beside=beside)
+    check_swap_in(state, selection, topk, batch, out_rows, plan)
+    backend(state, __name__).swap_in(state, selection, topk, batch, out_rows, plan, beside=beside)
 
 
-def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
-    """Make the copies of `plan` (host rows to device rows) for `layer`, any layer of the group that planned them."""
-    backend(state, __name__).replay_misses(state, layer, plan)
+def replay_misses(state: DeviceState, layer: int, plan: MissPlan, head: int = 0) -> None:
+    """Make the copies of `plan` (host rows to device rows) for `layer`, any layer of the group that planned them, and
+    the `head` that did. Raises BadInput for a head that there is none of."""
+    check_number("head", head, state.geometry.heads)
+    backend(state, __name__).replay_misses(state, layer, plan, head)
 
 
 def check_swap_in(
-    state: DeviceState, group: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan
+    state: DeviceState, selection: int, topk: Tensor, batch: StepBatch, out_rows: Tensor, plan: MissPlan
 ) -> None:
     """Raises BadInput unless every tensor of a swap_in fits the others."""
-    check_number("group", group, state.geometry.groups)
+    check_number("selection", selection, state.geometry.selections)
     sizes = Sizes()
     sizes.check("topk", topk, ("batch", "k"), torch.int32)
     sizes.check("out_rows", out_rows, ("batch", "k"), torch.int32)

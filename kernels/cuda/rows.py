@@ -18,8 +18,8 @@ BLOCKS_PER_PROCESSOR = 8
 
 def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor, plane: int = 0) -> None:
     """As kernels.rows.write_new_rows, unchecked; `state` has been through `prepare`."""
-    places = batch.new_rows[state.geometry.group_of_layer[layer]]
-    _launch(state, "store_rows", state.planes[plane][layer], rows, places=places, plane=plane)
+    places = state.new_rows_of(batch, layer, state.geometry.head_of(plane))
+    _launch(state, "store_rows", state.plane(layer, plane), rows, places=places, plane=plane)
 
 
 def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Tensor) -> None:
@@ -30,20 +30,20 @@ def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Ten
 def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0) -> Tensor:
     """As kernels.rows.gather_rows."""
     rows = _new(state, *out_rows.shape, state.geometry.planes[plane])
-    _launch(state, "fetch_rows", state.planes[plane][layer], rows, places=out_rows, plane=plane)
+    _launch(state, "fetch_rows", state.plane(layer, plane), rows, places=out_rows, plane=plane)
     return rows
 
 
 def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor, plane: int = 0) -> None:
     """As kernels.rows.write_slab_rows."""
-    section = state.slab(layer).planes[plane][layer]
+    section = state.slab(layer).plane(layer, plane)
     _launch(state, "store_rows", section, rows, table=state.slab_table[seat], start=start, plane=plane)
 
 
 def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0, *, start: int = 0) -> Tensor:
     """As kernels.rows.read_slab_rows."""
     rows = _new(state, stop - start, state.geometry.planes[plane])
-    section = state.slab(layer).planes[plane][layer]
+    section = state.slab(layer).plane(layer, plane)
     _launch(state, "fetch_rows", section, rows, table=state.slab_table[seat], start=start, plane=plane)
     return rows
 

@@ -103,8 +103,9 @@ def block_of(
     )
 
 
-def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
-    """As kernels.swap_in.replay_misses: the copies of `plan` for another layer of its group."""
+def replay_misses(state: DeviceState, layer: int, plan: MissPlan, head: int = 0) -> None:
+    """As kernels.swap_in.replay_misses: the copies of `plan` for another layer of its group. Rows have one head."""
+    del head
     rows, k = plan.device_row.shape
     block = structures.ReplayMisses(
         state=parameters.state_parameters(state),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from kernels.reference.lru import Ints
@@ -17,14 +19,13 @@ def copy_rows_to_host(
     layers: range,
 ) -> None:
     """See kernels.copy_rows."""
-    places = _places(state, device_row, index_row, host_page, host_offset)
+    places = _places(device_row, index_row, host_page, host_offset)
     if places is None:
         return
     rows, keys, pages, offsets = places
-    chosen = slice(layers.start, layers.stop)
-    ids, rows = state.layer_ids.numpy()[chosen], rows[chosen]
-    for host, device in zip(state.host_row_words, state.row_words, strict=True):
-        host.numpy()[pages, ids, offsets] = device.numpy()[ids, rows]
+    for plane, host in enumerate(state.host_row_words):
+        for device, ids, numbers, held in _sections(state, plane, layers, rows):
+            host.numpy()[pages, ids, offsets] = device.numpy()[numbers, held]
     if keys is not None:
         groups = state.group_ids.numpy()
         state.host_key_words.numpy()[pages, groups, offsets] = state.key_words.numpy()[groups, keys]
@@ -39,13 +40,14 @@ def copy_rows_to_device(
     layers: range,
 ) -> None:
     """See kernels.copy_rows."""
-    places = _places(state, device_row, index_row, host_page, host_offset)
+    places = _places(device_row, index_row, host_page, host_offset)
     if places is None:
         return
     rows, keys, pages, offsets = places
-    for host, device in zip(state.host_row_words, state.row_words, strict=True):
-        for layer in layers:
-            device[layer].numpy()[rows[layer]] = host.numpy()[pages, layer, offsets]
+    for plane, host in enumerate(state.host_row_words):
+        for device, ids, numbers, held in _sections(state, plane, layers, rows):
+            for at, layer in enumerate(ids[:, 0]):
+                device[numbers[at, 0]].numpy()[held[at]] = host.numpy()[pages, layer, offsets]
     if keys is not None:
         _keys_to_device(state, keys, pages, offsets)
 
@@ -61,13 +63,27 @@ def _keys_to_device(state: DeviceState, keys: Ints, pages: Ints, offsets: Ints) 
     state.key_words.numpy()[groups, keys] = state.host_key_words.numpy()[pages, groups, offsets]
 
 
+def _sections(state: DeviceState, plane: int, layers: range, rows: Ints) -> Iterator[tuple[Tensor, Ints, Ints, Ints]]:
+    """Yield, of the dense layers among `layers` and of the others, rows of one plane in words, numbers int64[l, 1] of
+    the layers in the model and in these rows, and the device rows int32[l, n] of each."""
+    g = state.geometry
+    middle = min(max(layers.start, g.dense), layers.stop)
+    for words, first, of in (
+        (state.dense_words[plane], 0, range(layers.start, middle)),
+        (state.row_words[plane], g.dense, range(middle, layers.stop)),
+    ):
+        if of:
+            ids = state.layer_ids.numpy()[of.start : of.stop]
+            yield words, ids, ids - first, rows[[g.place_of(layer, g.head_of(plane)) for layer in of]]
+
+
 def _places(
-    state: DeviceState, device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
+    device_row: Tensor, index_row: Tensor | None, host_page: Tensor, host_offset: Tensor
 ) -> tuple[Ints, Ints | None, Ints, Ints] | None:
-    """Rows by layer int32[L, n], key rows, pages and offsets int32[n]; None when there is nothing to copy."""
+    """Rows by place int32[A, n], key rows, pages and offsets int32[n]; None when there is nothing to copy."""
     (wanted,) = (host_page.numpy() >= 0).nonzero()
     if not len(wanted):
         return None
-    rows = device_row.numpy()[:, wanted][state.group_of_layer.numpy()]
+    rows = device_row.numpy()[:, wanted]
     keys = None if index_row is None else index_row.numpy()[wanted]
     return rows, keys, host_page.numpy()[wanted], host_offset.numpy()[wanted]

@@ -37,16 +37,18 @@ def table_entries(table: Tensor, seats: Ints, places: Ints) -> NDArray[np.int64]
 
 
 def slot_rows(state: DeviceState, seats: Ints, slots: int) -> NDArray[np.int64]:
-    """Device rows of slots 0..slots-1 of each seat: [len(seats), slots]; 0 to 63 where there is no chunk."""
-    chunks = state.chunk_table.numpy()[seats, : -(-slots // PAGE_TOKENS)].astype(np.int64)
-    rows = np.maximum(chunks, 0)[..., None] * PAGE_TOKENS + ROWS_OF_CHUNK
+    """Device rows, in units, of slots 0..slots-1 of each seat: [len(seats), slots]; those of chunk 0 where there is no
+    chunk."""
+    each = state.geometry.page_slots
+    chunks = state.chunk_table.numpy()[seats, : -(-slots // each)].astype(np.int64)
+    rows = np.maximum(chunks, 0)[..., None] * each + ROWS_OF_CHUNK[:each]
     return rows.reshape(len(seats), -1)[:, :slots]
 
 
 def eviction_keys(stamps: Ints, tail: Ints, hot_slots: Ints, now: Ints) -> NDArray[np.int64]:
-    """int64[G, m, slots], smaller is evicted earlier, NEVER for slots that must stay; see `key_slot`.
+    """int64[A, m, slots], smaller is evicted earlier, NEVER for slots that must stay; see `key_slot`.
 
-    `stamps` int32[G, m, slots], `tail` int32[G, m, T], `hot_slots` and `now` int32[m]; slots >= max(hot_slots) + T.
+    `stamps` int32[A, m, slots], `tail` int32[A, m, T], `hot_slots` and `now` int32[m]; slots >= max(hot_slots) + T.
     """
     tail_slots = tail.shape[-1]
     slots = np.arange(stamps.shape[-1])
@@ -63,9 +65,11 @@ def key_slot(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def forget(state: DeviceState, groups: Ints, seats: Ints, rows: Ints) -> None:
-    """The tokens in the slots at device rows `rows` of `groups` and `seats` (int64, one shape) become absent."""
+    """The units in the slots at device rows `rows` of selections `groups` and `seats` (int64, one shape) become
+    absent."""
+    each = state.geometry.page_slots
     tokens = state.slot_token.numpy()[groups, rows].astype(np.int64)
     held = tokens >= 0
     tokens = tokens[held]
-    pages = state.index_table.numpy()[seats[held], tokens // PAGE_TOKENS].astype(np.int64)
-    state.slot_of.numpy()[groups[held], pages * PAGE_TOKENS + tokens % PAGE_TOKENS] = ABSENT
+    pages = state.index_table.numpy()[seats[held], tokens // each].astype(np.int64)
+    state.slot_of.numpy()[groups[held], pages * each + tokens % each] = ABSENT

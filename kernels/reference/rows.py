@@ -13,7 +13,8 @@ from protocol.units import PAGE_TOKENS
 
 def write_new_rows(state: DeviceState, layer: int, batch: StepBatch, rows: Tensor, plane: int = 0) -> None:
     """See kernels.rows."""
-    _scatter(state.row_words[plane][layer], batch.new_rows[state.geometry.group_of_layer[layer]].numpy(), rows)
+    places = state.new_rows_of(batch, layer, state.geometry.head_of(plane))
+    _scatter(state.words(layer, plane), places.numpy(), rows)
 
 
 def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Tensor) -> None:
@@ -23,18 +24,25 @@ def write_index_keys(state: DeviceState, group: int, batch: StepBatch, keys: Ten
 
 def gather_rows(state: DeviceState, layer: int, out_rows: Tensor, plane: int = 0) -> Tensor:
     """See kernels.rows."""
-    return _gather(state.row_words[plane][layer], out_rows.flatten().numpy()).view(*out_rows.shape, -1)
+    words = state.words(layer, plane)
+    slots = words.view(len(words) // state.geometry.slot_tokens, -1)
+    return _gather(slots, out_rows.flatten().numpy()).view(*out_rows.shape, -1)
+
+
+def read_dense_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0, *, start: int = 0) -> Tensor:
+    """See kernels.rows."""
+    return _gather(state.words(layer, plane), _places(state, state.index_table[seat], start, stop))
 
 
 def write_slab_rows(state: DeviceState, layer: int, seat: int, start: int, rows: Tensor, plane: int = 0) -> None:
     """See kernels.rows."""
     places = _places(state, state.slab_table[seat], start, start + len(rows))
-    _scatter(state.slab(layer).row_words[plane][layer], places, rows)
+    _scatter(state.slab(layer).words(layer, plane), places, rows)
 
 
 def read_slab_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0, *, start: int = 0) -> Tensor:
     """See kernels.rows."""
-    return _gather(state.slab(layer).row_words[plane][layer], _places(state, state.slab_table[seat], start, stop))
+    return _gather(state.slab(layer).words(layer, plane), _places(state, state.slab_table[seat], start, stop))
 
 
 def write_prompt_index_keys(state: DeviceState, group: int, seat: int, start: int, keys: Tensor) -> None:

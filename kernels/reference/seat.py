@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.state import ABSENT, UNLIMITED, DeviceState, Tripwire, slot_rows
-from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
+from protocol.units import PAGE_TOKENS, pages_for
 
 
 def init_resident(state: DeviceState, seat: int) -> None:
@@ -20,13 +20,14 @@ def init_managed(state: DeviceState, seat: int, hot_slots: int, first_token: int
     if not _granted(state, seat, hot_slots, state.index_table[seat, first_page : first_page + pages_for(tokens)]):
         return
     pages = state.index_table[seat]
-    _by_page(state.slot_of)[:, pages[pages >= 0].long()] = ABSENT
+    state.slot_of.unflatten(1, (-1, state.geometry.page_slots))[:, pages[pages >= 0].long()] = ABSENT
     rows = _rows(state, seat, hot_slots)
     _empty(state, rows)
-    slots = torch.arange(tokens)
-    held = slots + first_token
-    state.slot_token[:, rows[:tokens]] = held.int()
-    state.stamp[:, rows[:tokens]] = 0
+    each = state.geometry.slot_tokens
+    slots = torch.arange(-(-tokens // each))
+    held = slots + first_token // each
+    state.slot_token[:, rows[: len(slots)]] = held.int()
+    state.stamp[:, rows[: len(slots)]] = 0
     state.slot_of[:, _index_rows(state, seat, held)] = slots.short()
     _restart(state, seat, hot_slots)
 
@@ -60,15 +61,16 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
 
 def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, slots: Tensor, tokens: Tensor) -> None:
     """See kernels.seat. Waits for no device either: what is not granted is seen there, and then all stays as it was."""
-    chunks = state.chunk_table[seat].long()[slots // PAGE_TOKENS]
-    pages = state.index_table[seat].long()[tokens // PAGE_TOKENS]
+    each = state.geometry.page_slots
+    chunks = state.chunk_table[seat].long()[slots // each]
+    pages = state.index_table[seat].long()[tokens // each]
     sized = state.hot_slots[seat] == hot_slots
     granted = (chunks >= 0).all() & (pages >= 0).all()
     state.tripwires[Tripwire.SEAT] += ~sized
     state.tripwires[Tripwire.UNGRANTED] += sized & ~granted
     state.eviction_queue[:, seat].fill_(-1)
-    rows = chunks.clamp(min=0) * PAGE_TOKENS + slots % PAGE_TOKENS
-    index_rows = pages.clamp(min=0) * PAGE_TOKENS + tokens % PAGE_TOKENS
+    rows = chunks.clamp(min=0) * each + slots % each
+    index_rows = pages.clamp(min=0) * each + tokens % each
     for table, places, values in (
         (state.slot_token, rows, tokens),
         (state.stamp, rows, torch.zeros_like(tokens)),
@@ -81,9 +83,7 @@ def latest_tokens(state: DeviceState, seat: int, hot_slots: int, out: Tensor) ->
     """See kernels.seat. Waits for no device either."""
     sized = state.hot_slots[seat] == hot_slots
     state.tripwires[Tripwire.SEAT] += ~sized
-    chunks = state.chunk_table[seat, : managed_chunks(hot_slots)].long().clamp(min=0)
-    rows = (chunks.unsqueeze(1) * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=chunks.device)).flatten()
-    rows = rows[: hot_slots + state.tail_slots]
+    rows = slot_rows(state, seat, hot_slots + state.tail_slots).clamp(min=0)
     newest, slots = state.stamp[:, rows].topk(min(out.shape[1], len(rows)), dim=1)
     used = sized & (newest >= 0) & (newest == state.now[seat])
     out.fill_(-1)
@@ -116,7 +116,7 @@ def _is_sized(state: DeviceState, seat: int, hot_slots: int) -> bool:
 
 def _granted(state: DeviceState, seat: int, hot_slots: int, pages: Tensor | None = None) -> bool:
     """Whether the chunks of a buffer of `hot_slots`, and `pages`, are granted; counts Tripwire.UNGRANTED when not."""
-    chunks = state.chunk_table[seat, : managed_chunks(hot_slots)]
+    chunks = state.chunk_table[seat, : state.buffer_chunks(hot_slots)]
     granted = bool((chunks >= 0).all()) and (pages is None or bool((pages >= 0).all()))
     state.tripwires[Tripwire.UNGRANTED] += not granted
     return granted
@@ -128,14 +128,11 @@ def _empty(state: DeviceState, rows: Tensor) -> None:
 
 
 def _rows(state: DeviceState, seat: int, hot_slots: int) -> Tensor:
-    """Device rows of every slot of the chunks of a buffer of `hot_slots`: int64[managed_chunks * 64]."""
-    return slot_rows(state, seat, managed_chunks(hot_slots) * PAGE_TOKENS)
+    """Device rows, in units, of every slot of the chunks of a buffer of `hot_slots`: int64[slots of its chunks]."""
+    return slot_rows(state, seat, state.buffer_chunks(hot_slots) * state.geometry.page_slots)
 
 
-def _index_rows(state: DeviceState, seat: int, tokens: Tensor) -> Tensor:
-    pages = state.index_table[seat][(tokens // PAGE_TOKENS).long()].long()
-    return pages * PAGE_TOKENS + tokens % PAGE_TOKENS
-
-
-def _by_page(slot_of: Tensor) -> Tensor:
-    return slot_of.view(slot_of.shape[0], -1, PAGE_TOKENS)
+def _index_rows(state: DeviceState, seat: int, units: Tensor) -> Tensor:
+    each = state.geometry.page_slots
+    pages = state.index_table[seat][(units // each).long()].long()
+    return pages * each + units % each

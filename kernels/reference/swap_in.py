@@ -18,7 +18,6 @@ from torch import Tensor
 from kernels.layout import SLOT_ABSENT
 from kernels.reference.lru import NEVER, Bools, Ints, eviction_keys, forget, key_slot, slot_rows, table_entries
 from kernels.state import DeviceState, MissPlan, StepBatch, Tripwire, active_rows
-from protocol.units import PAGE_TOKENS
 
 NO_TOKEN: Final = np.iinfo(np.int32).max  # sorts behind every position
 
@@ -64,18 +63,24 @@ def _resolve_depth(
         rejected = _load(state, group, found, plan, all_or_none=all_or_none)
         if rejected is not None:
             batch.rejected.numpy()[rejected] = 1
-        replay_misses(state, state.geometry.layers_of_group(group)[0], plan)
+        g = state.geometry
+        replay_misses(state, g.layers_of_group(group // g.heads)[0], plan, group % g.heads)
     out_rows.numpy()[np.arange(len(found.rows))[:, None], found.order] = found.rows
 
 
-def replay_misses(state: DeviceState, layer: int, plan: MissPlan) -> None:
+def replay_misses(state: DeviceState, layer: int, plan: MissPlan, head: int = 0) -> None:
     """See kernels.swap_in."""
     row, column = (np.arange(plan.device_row.shape[1]) < plan.count.numpy()[:, None]).nonzero()
     if len(row):
         pages, offsets = plan.host_page.numpy()[row, column], plan.host_offset.numpy()[row, column]
         rows = plan.device_row.numpy()[row, column]
-        for host, device in zip(state.host_row_words, state.row_words, strict=True):
-            device[layer].numpy()[rows] = host[:, layer].numpy()[pages, offsets]
+        g = state.geometry
+        for plane in g.planes_of(head):
+            host, device = state.host_row_words[plane][:, layer].numpy(), state.words(layer, plane).numpy()
+            if g.slot_tokens == 1:
+                device[rows] = host[pages, offsets]
+            else:  # a slot holds a page
+                device.reshape(-1, *host.shape[1:])[rows] = host[pages]
 
 
 @dataclass(eq=False)
@@ -85,7 +90,7 @@ class _Found:
     seats: NDArray[np.int64]  # [B], 0 for padding
     managed: Bools  # [B]
     order: NDArray[np.int64]  # place of the entry in the caller's top-k
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # units
     first: Bools  # not a duplicate of its left neighbour
     hit: Bools
     miss: Bools
@@ -96,7 +101,8 @@ class _Found:
 def _look_up(state: DeviceState, group: int, topk: Ints, batch: StepBatch, active: Bools) -> _Found:
     seats = np.where(active, batch.seats.numpy(), 0).astype(np.int64)
     managed = state.hot_slots.numpy()[seats] > 0
-    inside = (topk >= 0) & (topk < batch.lengths.numpy()[:, None]) & active[:, None]
+    units = -(-batch.lengths.numpy() // state.geometry.slot_tokens)
+    inside = (topk >= 0) & (topk < units[:, None]) & active[:, None]
     _trip(state, Tripwire.POSITION, (topk != -1) & ~inside & active[:, None])
     place_bits = topk.shape[1].bit_length()
     ranked = np.where(inside, topk, NO_TOKEN).astype(np.int64) << place_bits | np.arange(topk.shape[1])
@@ -116,14 +122,15 @@ def _resolve(
     state: DeviceState, group: int, seats: Ints, managed: Bools, tokens: NDArray[np.int64], inside: Bools
 ) -> tuple[Bools, Bools, NDArray[np.int64], NDArray[np.int64]]:
     """hit, miss, index_rows and rows of `_Found`; `seats` and `managed` are [B, 1]."""
-    index_pages = table_entries(state.index_table, seats, tokens // PAGE_TOKENS)
-    index_rows = np.maximum(index_pages, 0) * PAGE_TOKENS + tokens % PAGE_TOKENS
+    each = state.geometry.page_slots
+    index_pages = table_entries(state.index_table, seats, tokens // each)
+    index_rows = np.maximum(index_pages, 0) * each + tokens % each
     slots = np.where(managed, state.slot_of[group].numpy().view(np.uint16)[index_rows], tokens)
     absent = managed & (slots == SLOT_ABSENT)
-    chunks = table_entries(state.chunk_table, seats, slots // PAGE_TOKENS)
+    chunks = table_entries(state.chunk_table, seats, slots // each)
     granted = inside & ((index_pages >= 0) | ~managed)
     hit = granted & ~absent & (chunks >= 0)
-    rows = np.where(hit, chunks * PAGE_TOKENS + slots % PAGE_TOKENS, -1)
+    rows = np.where(hit, chunks * each + slots % each, -1)
     return hit, granted & absent, index_rows, rows
 
 
@@ -132,7 +139,8 @@ def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan, *, all_
 
     bool[B], if `all_or_none`: rows that load nothing since they do not fit.
     """
-    host_pages = table_entries(state.host_table, found.seats[:, None], found.tokens // PAGE_TOKENS)
+    each = state.geometry.page_slots
+    host_pages = table_entries(state.host_table, found.seats[:, None], found.tokens // each)
     miss = found.miss & (host_pages >= 0)
     _trip(state, Tripwire.UNGRANTED, found.miss & ~miss)
     rank = (miss & found.first).cumsum(1) - 1
@@ -144,8 +152,8 @@ def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan, *, all_
         miss &= ~rejected[:, None]
     _trip(state, Tripwire.VICTIMS, miss & (slots < 0))
     miss &= slots >= 0
-    chunks = table_entries(state.chunk_table, found.seats[:, None], np.maximum(slots, 0) // PAGE_TOKENS)
-    found.rows = np.where(miss, chunks * PAGE_TOKENS + slots % PAGE_TOKENS, found.rows)
+    chunks = table_entries(state.chunk_table, found.seats[:, None], np.maximum(slots, 0) // each)
+    found.rows = np.where(miss, chunks * each + slots % each, found.rows)
     loaded = miss & found.first
     _count(state.hits, group, found, miss & ~found.first)
     _count(state.misses, group, found, loaded)
@@ -159,7 +167,7 @@ def _load(state: DeviceState, group: int, found: _Found, plan: MissPlan, *, all_
     place = rank[row, column]
     plan.device_row.numpy()[row, place] = rows
     plan.host_page.numpy()[row, place] = host_pages[row, column]
-    plan.host_offset.numpy()[row, place] = tokens % PAGE_TOKENS
+    plan.host_offset.numpy()[row, place] = tokens % each
     return rejected
 
 

@@ -313,13 +313,13 @@ def test_replay_repeats_copies_in_another_layer_only() -> None:
         ("out_rows", {"out_rows": torch.zeros(4, 5, dtype=torch.int32)}),
         ("out_rows", {"out_rows": torch.zeros(4, 8, dtype=torch.int32)[:, ::2]}),
         ("plan.device_row", {"plan": MissPlan.allocate(3, 4)}),
-        ("group", {"group": 1}),
+        ("selection", {"selection": 1}),
     ],
 )
 def test_unfit_arguments_are_named_before_any_change(name: str, change: dict[str, object]) -> None:
     rig, _ = managed_rig()
     call = {
-        "group": 0,
+        "selection": 0,
         "topk": torch.zeros(4, 4, dtype=torch.int32),
         "batch": rig.batch,
         "out_rows": torch.zeros(4, 4, dtype=torch.int32),

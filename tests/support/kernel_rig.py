@@ -22,8 +22,8 @@ from kernels.begin_step import begin_step
 from kernels.copy_rows import copy_rows_to_host
 from kernels.integrity import check_state
 from kernels.layout import Geometry
-from kernels.rows import gather_rows, write_index_keys, write_new_rows
-from kernels.seat import clear_seat, grow_managed, init_managed, init_resident, shrink_managed
+from kernels.rows import gather_rows, read_dense_rows, write_index_keys, write_new_rows
+from kernels.seat import clear_seat, grow_managed, hold_tokens, init_managed, init_resident, shrink_managed
 from kernels.state import BackupPlan, DeviceState, MissPlan, StepBatch
 from kernels.swap_in import replay_misses, swap_in
 from tests.support.naive_hot_buffer import NaiveHotBuffer
@@ -95,9 +95,11 @@ class Rig:
         max_chunks: int = 16,
         seed: int = 0,
         seat_rows: int = 1,
+        heads: int = 1,
+        slot_tokens: int = 1,
     ) -> None:
         self.random = random.Random(seed)
-        self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split)
+        self.geometry = Geometry(len(groups), row_bytes, groups, index_row_bytes, topk, split, heads, slot_tokens)
         self.host = torch.full((pages, self.geometry.page_bytes), POISON, dtype=torch.uint8)
         self.state = DeviceState.allocate(
             self.geometry,
@@ -112,6 +114,7 @@ class Rig:
             seat_rows=seat_rows,
         )
         self.state.rows.fill_(0xDD)
+        self.state.dense_rows.fill_(0xDD)
         self.state.slot_of.random_(-5, 5)  # what earlier owners left
         self.state.slot_token.random_(0, 5)
         self.state.stamp.random_(0, 5)
@@ -130,10 +133,10 @@ class Rig:
     def take_rows(self, seat_rows: int) -> None:
         """From the next step on a seat may bring so many rows: another graph, with a batch and plans of its own."""
         self.finish_backups()
-        rows, groups = self.step_seats * seat_rows, self.geometry.groups
-        self.batch = StepBatch.allocate(rows, groups, seat_rows=seat_rows)
-        ring = range(self.state.tail_slots // self.state.seat_rows)
-        self.plans = [BackupPlan.allocate(rows, groups) for _ in ring]
+        rows, places = self.step_seats * seat_rows, self.geometry.places
+        self.batch = StepBatch.allocate(rows, places, seat_rows=seat_rows)
+        ring = self.state.backup_steps(self.state.seat_rows)
+        self.plans = [BackupPlan.allocate(rows, places) for _ in range(ring)]
         self.miss_plan = MissPlan.allocate(rows, self.geometry.topk)
         self.rejected = torch.zeros(rows, dtype=torch.int32)  # what the naive buffers say
 
@@ -161,9 +164,14 @@ class Rig:
         begin += self.geometry.layers * rows + (layer * 64 + token % 64) * key
         return [slice(begin, begin + key)]
 
+    def arena(self, layer: int) -> torch.Tensor:
+        """Return the memory of a layer's rows on the device."""
+        dense = self.geometry.dense
+        return self.state.dense_rows[layer] if layer < dense else self.state.rows[layer - dense]
+
     def read_row(self, layer: int, row: int) -> torch.Tensor:
         """Return the bytes at a device row, all planes."""
-        arena = self.state.rows[layer]
+        arena = self.arena(layer)
         return tensor_of(take(bytes_of(arena), self.row_places(0, len(arena), row)))
 
     def write_host(self, request: Request, positions: Iterable[int]) -> None:
@@ -224,19 +232,28 @@ class Rig:
         self.finish_backups()
         self.free["chunk"] += request.chunks
         request.chunks = []
-        pages = -(-request.length // 64)
-        first = max(0, pages - hot_slots // 64) * 64 if hot_slots else 0
+        pages, unit = -(-request.length // 64), self.geometry.slot_tokens
+        first = max(0, pages - hot_slots // self.geometry.page_slots) * 64 if hot_slots else 0
         first, tokens = (first, request.length - first) if first < request.length and preload else (0, 0)
-        self.take_chunks(request, -(-hot_slots // 64) + 1 if hot_slots else pages)
+        self.take_chunks(request, self.state.buffer_chunks(hot_slots) if hot_slots else pages)
         self.copy_in(request, range(first, first + tokens) if hot_slots else range(request.length), first)
         if hot_slots:
             init_managed(self.state, request.seat, hot_slots, first, tokens)
         else:
             init_resident(self.state, request.seat)
-        tail = self.state.tail_slots
-        request.naive = [
-            NaiveHotBuffer(hot_slots, tail, first, tokens if hot_slots else 0) for _ in range(self.geometry.groups)
-        ]
+        tail, units = self.state.tail_slots, -(-tokens // unit) if hot_slots else 0
+        request.naive = [NaiveHotBuffer(hot_slots, tail, first // unit, units) for _ in range(self.geometry.selections)]
+        if hot_slots and not tokens and request.length % unit:
+            self.hold(request, request.length // unit)
+
+    def hold(self, request: Request, unit: int) -> None:
+        """Put the unit that the next token lies in into slot 0 of every selection."""
+        count = self.geometry.selections
+        self.copy_in(request, range(unit * self.geometry.slot_tokens, request.length), unit * self.geometry.slot_tokens)
+        groups, slots = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+        hold_tokens(self.state, request.seat, request.naive[0].hot_slots, groups, slots, slots + unit)
+        for naive in request.naive:
+            naive.hold(0, unit)
 
     def take_chunks(self, request: Request, count: int) -> None:
         """Take chunks up to `count`, or free those beyond."""
@@ -248,18 +265,26 @@ class Rig:
         self.state.chunk_table[request.seat, :count] = torch.tensor(request.chunks, dtype=torch.int32)
 
     def copy_in(self, request: Request, positions: range, base: int) -> None:
-        """Write rows of `positions` into slots position-base without any kernel."""
+        """Write rows of `positions` into slots position-base without any kernel; those of dense layers that have pages
+        to these."""
         for layer in range(self.geometry.layers):
-            arena, memory = self.state.rows[layer], bytes_of(self.state.rows[layer])
-            for position in positions:
-                row = request.chunks[(position - base) // 64] * 64 + (position - base) % 64
+            arena, memory, is_dense = self.arena(layer), bytes_of(self.arena(layer)), layer < self.geometry.dense
+            for position in sorted(self.paged(request)) if is_dense else positions:
+                page, place = divmod(position if is_dense else position - base, 64)
+                row = (request.pages[page][0] if is_dense else request.chunks[page]) * 64 + place
                 put(memory, self.row_places(0, len(arena), row), self.true_bytes("row", layer, request, position))
 
+    def paged(self, request: Request) -> set[int]:
+        """Return the positions of the context whose pages are granted."""
+        return {position for position in range(request.length) if position // 64 in request.pages}
+
     def resize(self, request: Request, hot_slots: int) -> None:
-        """Shrink or grow a managed buffer."""
+        """Shrink or grow a managed buffer; one of pages is set up anew where it shrinks."""
         self.finish_backups()
         old = request.naive[0].hot_slots
-        chunks = -(-hot_slots // 64) + 1
+        if hot_slots < old and self.geometry.slot_tokens > 1:
+            return self.set_mode(request, hot_slots)
+        chunks = self.state.buffer_chunks(hot_slots)
         if hot_slots > old:
             self.take_chunks(request, chunks)
             grow_managed(self.state, request.seat, old, hot_slots)
@@ -314,7 +339,7 @@ class Rig:
         if not request.naive[0].hot_slots:
             self.take_chunks(request, -(-(request.length + len(positions)) // 64))
         for naive in request.naive if positions else ():
-            naive.begin(*positions)
+            naive.begin(*(position // self.geometry.slot_tokens for position in positions))
 
     def _check_begun(self, plan: BackupPlan) -> None:
         held = torch.zeros(len(self.batch.seats), dtype=torch.bool)
@@ -362,10 +387,11 @@ class Rig:
             plan.host_page.fill_(-1)
 
     def swap_in(self, group: int, requests: list[Request], topk: list[list[int]]) -> torch.Tensor:
-        """swap_in and replay for one group; checks counters, tripwires and the bytes behind every output.
+        """swap_in and replay for one selection; checks counters, tripwires and the bytes behind every output.
 
         `topk`: of each row that the step of `requests` placed, depth by depth.
         """
+        unit, head = self.geometry.slot_tokens, group % self.geometry.heads
         size, k = self.batch.seats.shape[0], self.geometry.topk
         table = torch.randint(-9, 99, (size, k), dtype=torch.int32)
         for (row, _, _), chosen in zip(self.placed, topk, strict=True):
@@ -374,11 +400,11 @@ class Rig:
         before = self.state.hits.clone(), self.state.misses.clone(), self.state.tripwires.clone()
         held = [self.held(group, request) for request in requests]
         swap_in(self.state, group, table, self.batch, out, self.miss_plan)
-        layers = self.geometry.layers_of_group(group)
+        layers = self.geometry.layers_of_group(group // self.geometry.heads)
         for layer in layers[1:]:
-            replay_misses(self.state, layer, self.miss_plan)
+            replay_misses(self.state, layer, self.miss_plan, head)
         wanted = [
-            request.naive[group].resolve(chosen, position + 1, draft=row >= self.step_seats)
+            request.naive[group].resolve(chosen, position // unit + 1, draft=row >= self.step_seats)
             for (row, request, position), chosen in zip(self.placed, topk, strict=True)
         ]
         assert int(self.miss_plan.count.sum()) == sum(len(w.misses) for w in wanted)
@@ -400,36 +426,59 @@ class Rig:
             self.rejected[row] |= not w.fits
         assert torch.equal(self.batch.rejected, self.rejected)
         for layer in layers:
-            planes = [gather_rows(self.state, layer, out, plane) for plane in range(len(self.geometry.planes))]
-            self._check_bytes(layer, torch.cat(planes, dim=-1), out, [w.tokens for w in wanted])
+            planes = [
+                gather_rows(self.state, layer, out, plane).unflatten(-1, (unit, -1))
+                for plane in self.geometry.planes_of(head)
+            ]
+            self._check_bytes(layer, torch.cat(planes, dim=-1), out, [w.tokens for w in wanted], head)
         return out
 
     def held(self, group: int, request: Request) -> set[int]:
         """Tokens that the device tables place in the request's slots."""
         slots = range(len(request.naive[group].slots))
-        rows = [request.chunks[slot // 64] * 64 + slot % 64 for slot in slots]
+        each = self.geometry.page_slots
+        rows = [request.chunks[slot // each] * each + slot % each for slot in slots]
         return set(self.state.slot_token[group, rows].tolist()) - {-1}
 
-    def _check_bytes(self, layer: int, got: torch.Tensor, out: torch.Tensor, tokens: list[list[int | None]]) -> None:
+    def _check_dense(self, request: Request) -> None:
+        for layer in range(self.geometry.dense):
+            for position in sorted(self.paged(request)):
+                planes = [
+                    read_dense_rows(self.state, layer, request.seat, position + 1, plane, start=position)[0]
+                    for plane in range(len(self.geometry.planes))
+                ]
+                want = self.truth("row", layer, request, position)
+                assert torch.equal(torch.cat(planes), want), f"dense layer, position {(layer, position)}"
+
+    def _check_bytes(
+        self, layer: int, got: torch.Tensor, out: torch.Tensor, tokens: list[list[int | None]], head: int
+    ) -> None:
+        """Check what lies at `out`, the rows `got` [B, k, slot_tokens, bytes] of one head, for units `tokens`."""
         padding = torch.ones(len(out), dtype=torch.bool)
-        missing, read, zeros = (out == -1).tolist(), got.numpy(), bytes(self.geometry.row_bytes)
-        for (row, request, _), wanted in zip(self.placed, tokens, strict=True):
+        missing, read, unit, size = (out == -1).tolist(), got.numpy(), got.shape[2], self.geometry.head_bytes
+        for (row, request, last), wanted in zip(self.placed, tokens, strict=True):
             padding[row] = False
             for column, token in enumerate(wanted):
                 where = (layer, row, column, token)
                 assert missing[row][column] == (token is None), f"I6: layer, row, entry, token {where}"
-                want = zeros if token is None else self.true_bytes("row", layer, request, token)
-                assert read[row, column].tobytes() == want, f"I3: layer, row, entry, token {where}"
+                if token is None:
+                    assert not read[row, column].any(), f"I3: layer, row, entry, token {where}"
+                    continue
+                for place in range(min(unit, last + 1 - token * unit)):
+                    want = self.true_bytes("row", layer, request, token * unit + place)[head * size : (head + 1) * size]
+                    assert read[row, column, place].tobytes() == want, f"I3: layer, row, entry, token {where}"
         assert (out[padding] == -1).all(), "I6: padded rows are -1"
         assert not got[padding].any()
 
     def check(self) -> None:
-        """Tables consistent in themselves, and equal to the naive buffers."""
+        """Tables consistent in themselves, and equal to the naive buffers; rows of dense layers right."""
         for request in self.requests.values():
+            self._check_dense(request)
             check_state(self.state, request.seat, request.length)
             for group, naive in enumerate(request.naive):
                 assert int(self.state.now[request.seat]) == naive.now
-                rows = [request.chunks[n // 64] * 64 + n % 64 for n in range(len(naive.slots))]
+                each = self.geometry.page_slots
+                rows = [request.chunks[n // each] * each + n % each for n in range(len(naive.slots))]
                 assert self.state.slot_token[group, rows].tolist() == [
                     -1 if slot.token is None else slot.token for slot in naive.slots
                 ]

@@ -1,6 +1,6 @@
 """An independent, deliberately naive hot buffer: plain lists, one token at a time, written from the contract alone.
 
-One object is one seat in one index group. It knows tokens, not bytes. Everything is a list scan; nothing is shared with
+One object is one seat in one selection. It knows tokens, or whatever units slots hold, not bytes. Everything is a list scan; nothing is shared with
 kernels/.
 """
 
@@ -44,6 +44,10 @@ class NaiveHotBuffer:
     def ordinary(self) -> list[int]:
         reserved = [self.hot_slots + ring if slot is None else slot for ring, slot in enumerate(self.tail)]
         return [number for number in range(len(self.slots)) if number not in reserved]
+
+    def hold(self, slot: int, token: int) -> None:
+        """Put a token, used at step 0, into a slot of a buffer that is empty."""
+        self.slots[slot] = Slot(token, 0)
 
     def begin(self, *positions: int) -> None:
         """A step: place its new tokens one after the other."""
