@@ -25,9 +25,9 @@ def copy_rows_to_host(
 ) -> None:
     """Copy rows of `layers` (of every one), and index keys of every group unless `index_row` is None, into host pages.
 
-    `device_row` int32|int64[places, n] (Geometry.places), `index_row`, `host_page`, `host_offset` int32|int64[n]. Entries
-    whose `host_page` is -1 are skipped, as BackupPlan marks its padding. Host places must differ. Index keys go with the
-    last layer, behind whose rows they lie in a page. Raises BadInput before any change.
+    `device_row` int32|int64[places, n] (Geometry.places), `index_row`, `host_page`, `host_offset` int32|int64[n].
+    Entries whose `host_page` is -1 are skipped, as BackupPlan marks its padding. Host places must differ. Index keys go
+    with the last layer, behind whose rows they lie in a page. Raises BadInput before any change.
     """
     check_places(state, device_row, index_row, host_page, host_offset)
     layers = range(state.geometry.layers) if layers is None else layers

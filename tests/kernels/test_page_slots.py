@@ -1,5 +1,5 @@
-"""Slots that hold a page, heads that select for themselves and dense layers, over whole lives of requests: against naive
-lists and a hash for every row (I3, I6)."""
+"""Slots that hold a page, heads that select for themselves and dense layers, over whole lives of requests: against
+naive lists and a hash for every row (I3, I6)."""
 
 from __future__ import annotations
 

@@ -283,7 +283,8 @@ class Rig:
         self.finish_backups()
         old = request.naive[0].hot_slots
         if hot_slots < old and self.geometry.slot_tokens > 1:
-            return self.set_mode(request, hot_slots)
+            self.set_mode(request, hot_slots)
+            return
         chunks = self.state.buffer_chunks(hot_slots)
         if hot_slots > old:
             self.take_chunks(request, chunks)

@@ -1,7 +1,7 @@
 """An independent, deliberately naive hot buffer: plain lists, one token at a time, written from the contract alone.
 
-One object is one seat in one selection. It knows tokens, or whatever units slots hold, not bytes. Everything is a list scan; nothing is shared with
-kernels/.
+One object is one seat in one selection. It knows tokens, or whatever units slots hold, not bytes. Everything is a list
+scan; nothing is shared with kernels/.
 """
 
 from __future__ import annotations
