@@ -18,8 +18,8 @@ stays) the tail slot of place r as it is; a slot at place r that holds another t
 If place r was unset, slot H+r is an ordinary one from then on, and the seat's eviction queue begins anew.
 
 Where slots hold a page, the tail holds the T newest pages. A token takes a slot when it begins a page; else its page
-lies in a slot already, in every selection (a page that was not loaded is refused: Tripwire.UNGRANTED). The page at place
-r retires when its successor of T pages later begins, at least (T - 1) * 64 positions behind its last token.
+lies in a slot already, in every selection (a page that was not loaded is refused: Tripwire.UNGRANTED). The page at
+place r retires when its successor of T pages later begins, at least (T - 1) * 64 positions behind its last token.
 
 A row retires once it cannot be rejected any more, and its last write is backed up. A step begins at most R positions
 behind the one before. So position p - T, which the last row of a step retires, lies more than j R positions before the

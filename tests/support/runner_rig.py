@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.begin_step import begin_step
 from kernels.copy_rows import copy_rows_to_host
 from kernels.cuda.launch import prepare
-from kernels.seat import init_managed, init_resident
+from kernels.seat import hold_tokens, init_managed, init_resident
 from kernels.state import BackupPlan, DeviceState, StepBatch
 from protocol.units import PAGE_TOKENS, managed_chunks, pages_for
 from tests.support.prompts import PASS_TOKENS, launch_prompt
@@ -27,6 +27,7 @@ from worker.runners.base import DraftRows, DraftRunner, Runner, SamplerState, St
 from worker.streams import Streams, make_streams
 
 TAIL_SLOTS = 4
+TAIL_PAGES = 2
 
 
 @dataclass
@@ -53,18 +54,21 @@ class Rig:
         pass_tokens: int = PASS_TOKENS,
     ) -> None:
         geometry, pages = runner.geometry, pages_for(context_tokens)
+        chunks = seats * (2 * pages + 1)
+        # Rows of dense layers lie by index page: a prompt's, by slab page, lie before those of contexts.
+        first_index = chunks if geometry.dense else 0
         self.runner = runner
         self.streams = streams or make_streams("inline")
         host = torch.zeros(seats * pages, geometry.page_bytes, dtype=torch.uint8)
         self.state = DeviceState.allocate(
             geometry,
             seats=seats,
-            chunks=seats * (2 * pages + 1),
-            index_pages=seats * pages,
+            chunks=chunks,
+            index_pages=first_index + seats * pages,
             max_pages=pages,
             max_chunks=pages + 1,
             slab_pages=pages,
-            tail_slots=TAIL_SLOTS,
+            tail_slots=TAIL_SLOTS if geometry.slot_tokens == 1 else TAIL_PAGES,
             host=host if device == "cpu" else host.pin_memory(),
             device=device,
         )
@@ -78,8 +82,8 @@ class Rig:
         self._steps: dict[int, _Step] = {}
         self._drafted: list[int] = []
         draw = random.Random(seed)
-        self._chunks = draw.sample(range(seats * (2 * pages + 1)), seats * (2 * pages + 1))
-        self._pages = draw.sample(range(seats * pages), seats * pages)
+        self._chunks = draw.sample(range(chunks), chunks)
+        self._pages = draw.sample(range(first_index, first_index + seats * pages), seats * pages)
 
     def open(
         self, seat: int, prompt: Sequence[int], *, hot_slots: int, temperature: float = 0.0, seed: int = 0
@@ -109,7 +113,7 @@ class Rig:
     def outputs(self) -> StepOutputs:
         """Outputs for a first token, with logits and what it selected."""
         g, vocab = self.runner.geometry, self.runner.info.vocab_size
-        return StepOutputs.allocate(1, vocab, keep_logits=True, topk_shape=(g.groups, g.topk), device=self.device)
+        return StepOutputs.allocate(1, vocab, keep_logits=True, topk_shape=(g.selections, g.topk), device=self.device)
 
     def set_hot(self, seat: int, hot_slots: int, tokens: int) -> None:
         """A fresh hot buffer of a context of `tokens`: resident with all rows, or managed and cold."""
@@ -118,12 +122,25 @@ class Rig:
         state.chunk_table[seat] = -1
         if hot_slots:
             state.chunk_table[seat, :chunks] = self._take(self._chunks, chunks)
-            init_managed(state, seat, hot_slots, 0, 0)
+            slots = hot_slots if state.geometry.slot_tokens == 1 else chunks - state.tail_slots
+            init_managed(state, seat, slots, 0, 0)
+            if tokens % state.geometry.slot_tokens:
+                self._hold(seat, slots, tokens // PAGE_TOKENS)
             return
         slab = state.slab_table[seat, : pages_for(tokens)]
         state.chunk_table[seat, : len(slab)] = slab
         state.chunk_table[seat, len(slab) : pages] = self._take(self._chunks, pages - len(slab))
         init_resident(state, seat)
+
+    def _hold(self, seat: int, slots: int, page: int) -> None:
+        """Put the page that the next token lies in into slot 0 of every selection."""
+        state = self.state
+        selections = torch.arange(state.geometry.selections)
+        hold_tokens(state, seat, slots, selections, torch.zeros_like(selections), torch.full_like(selections, page))
+        source, target = int(state.slab_table[seat, page]), int(state.chunk_table[seat, 0])
+        for plane in state.planes:
+            by_page = plane.unflatten(1, (-1, PAGE_TOKENS))
+            by_page[:, target] = by_page[:, source]
 
     def decode(
         self, seats: Sequence[int], *, rows: int = 0, inputs: Sequence[int] | None = None
@@ -176,10 +193,10 @@ class Rig:
     def _step(self, rows: int) -> _Step:
         if rows in self._steps:
             return self._steps[rows]
-        groups, vocab = self.runner.geometry.groups, self.runner.info.vocab_size
+        places, vocab = self.runner.geometry.places, self.runner.info.vocab_size
         step = self._steps[rows] = _Step(
-            StepBatch.allocate(rows, groups, self.device),
-            BackupPlan.allocate(rows, groups, self.device),
+            StepBatch.allocate(rows, places, self.device),
+            BackupPlan.allocate(rows, places, self.device),
             StepOutputs.allocate(rows, vocab, keep_logits=True, device=self.device),
         )
         if self.graphs:
@@ -222,10 +239,10 @@ class Rig:
         pages, offsets = positions // PAGE_TOKENS, positions % PAGE_TOKENS
         rows = state.slab_table[seat].long()[pages] * PAGE_TOKENS + offsets
         keys = state.index_table[seat].long()[pages] * PAGE_TOKENS + offsets
-        groups = state.geometry.groups
-        copy_rows_to_host(
-            state, rows.expand(groups, -1).contiguous(), keys, state.host_table[seat].long()[pages], offsets
-        )
+        places = rows.expand(state.geometry.places, -1).contiguous()
+        copy_rows_to_host(state, places, keys, state.host_table[seat].long()[pages], offsets)
+        for plane in state.dense_planes:
+            plane[:, keys] = plane[:, rows]
 
     @staticmethod
     def _take(free: list[int], count: int) -> Tensor:

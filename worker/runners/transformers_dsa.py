@@ -83,10 +83,9 @@ from worker.runners.checkpoint import (
     weights_digest,
 )
 from worker.runners.drafting import Drafting
+from worker.runners.drawing import draw_first, draw_step, fed_tokens
 from worker.runners.layers import Angles, Halfway, Layer, Layers, row_multiple
-from worker.runners.logprobs import write_logprobs
 from worker.runners.prompt import Expanded, Gathered, ModelPass, PromptAttention, PromptBlock
-from worker.runners.sampling import draw
 from worker.runners.splitting import Splitting
 from worker.runners.swapping import launch_beside, launch_selection
 from worker.weights.layout import ExpertShare, exchange_bytes, prompt_scratch_bytes, weights_bytes
@@ -574,26 +573,17 @@ class TransformersRunner:
         self, prompts: ModelPass, number: int, sampler: SamplerState, outputs: StepOutputs, adjust: Adjust | None
     ) -> None:
         part = prompts.parts[number]
-        logits, own = self._layers.logits(prompts.hidden[:, part.end - 1 : part.end]), slice(part.seat, part.seat + 1)
-        positions = torch.full((1,), part.stop, device=logits.device)
-        token = draw(logits, sampler, torch.full_like(positions, part.seat), positions, adjust)
         if outputs.warm_start is not None:
             groups = self.geometry.groups if self._drafting is None else self._drafting.layer.group
             outputs.warm_start[:groups] = prompts.warm_start_of(number)[:groups]
-        outputs.tokens[:1] = token
-        sampler.last_token[own] = token
-        if outputs.logits is not None:
-            outputs.logits[:1] = logits
-        if outputs.logprobs is not None:
-            write_logprobs(logits, token, outputs.logprobs[:1])
+        logits = self._layers.logits(prompts.hidden[:, part.end - 1 : part.end])
+        draw_first(logits, part.seat, part.stop, sampler, outputs, adjust)
 
     @torch.inference_mode()
     def _embed(self, scratch: _RunnerScratch, sampler: SamplerState, batch: StepBatch) -> None:
         scratch.real = real_rows(batch)
-        drawn = sampler.last_token[batch.seats.long().clamp(min=0)]
-        tokens = torch.where(batch.inputs >= 0, batch.inputs, drawn).masked_fill(~scratch.real, 0)
-        positions = (batch.lengths.long() - 1).clamp(min=0)
-        scratch.hidden, scratch.angles = self._layers.embed(tokens.long().unsqueeze(1), positions.unsqueeze(1))
+        tokens, positions = fed_tokens(sampler, batch, scratch.real)
+        scratch.hidden, scratch.angles = self._layers.embed(tokens.unsqueeze(1), positions.unsqueeze(1))
         scratch.entered = self._layers.enter(self._layers[0], scratch.hidden)
 
     @torch.inference_mode()
@@ -699,20 +689,7 @@ class TransformersRunner:
         outputs: StepOutputs,
         adjust: Adjust | None,
     ) -> None:
-        logits = self._layers.head(scratch.final)
-        real, seats, positions = real_rows(batch), batch.seats.long().clamp(min=0), batch.lengths.long()
-        if adjust is not None and adjust.grammar:
-            real = real & sampler.adjust.drawn(seats)
-        if adjust is not None and adjust.penalties:
-            fed = torch.where(batch.inputs >= 0, batch.inputs, sampler.last_token[seats]).masked_fill(~real, 0)
-            sampler.adjust.feed(seats, fed.long(), positions - 1, real)
-        tokens = draw(logits, sampler, seats, positions, adjust, real)
-        outputs.tokens.copy_(tokens.masked_fill(~real, -1))
-        _keep_drawn(sampler.last_token, seats, tokens, real)
-        if outputs.logits is not None:
-            outputs.logits.copy_(logits)
-        if outputs.logprobs is not None:
-            write_logprobs(logits, tokens, outputs.logprobs)
+        draw_step(self._layers.head(scratch.final), sampler, batch, outputs, adjust)
 
     # ---------------------------------------------------------------- set-up
 
@@ -871,15 +848,6 @@ def _round_rows(config: Any, rows: int, *, deterministic: bool) -> int:
     """Rows of the largest round, with those that keep rows apart."""
     multiple = row_multiple(config) if deterministic else 1
     return -(-rows // multiple) * multiple
-
-
-def _keep_drawn(last_token: Tensor, seats: Tensor, tokens: Tensor, real: Tensor) -> None:
-    """last_token[seats] = tokens where `real` bool[B]. No shape depends on data. With drafts, a seat is in several
-    rows, and `verify` writes its token again."""
-    numbers = torch.arange(len(last_token), device=seats.device)
-    owned = (numbers.unsqueeze(1) == seats) & real
-    drawn = torch.where(owned, tokens, 0).sum(1, dtype=torch.int32)
-    last_token.copy_(torch.where(owned.any(1), drawn, last_token))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -1,0 +1,414 @@
+"""Models whose KV heads select blocks of tokens (MiniMax-M3), with the KV cache behind swap-in.
+
+Per layer, queries, keys and values are grouped-query attention's; K and V of a KV head are two planes of its rows. The
+first layers are dense: all of their rows stay on the device, and steps read all. In the others each KV head selects
+blocks by index keys that the heads share (kernels/block_topk.py), and the pages of these blocks are swapped in for that
+head alone.
+
+Projections, norms, rotary embedding, MLP, experts, router and lm_head are the model library's modules. A step on a CPU
+reads how many rows each request has, so that nothing here can be captured in a graph.
+
+Prompts attend as the library does, with masks over all rows in the slab, block of queries by block of queries.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.block_attention import attend_dense, attend_pages
+from kernels.block_topk import block_topk
+from kernels.layout import Geometry
+from kernels.reference.block_topk import block_scores, top_blocks, write_pages
+from kernels.rows import (
+    read_index_keys,
+    read_slab_rows,
+    write_index_keys,
+    write_new_rows,
+    write_prompt_index_keys,
+    write_slab_rows,
+)
+from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
+from kernels.swap_in import swap_in
+from protocol.errors import InternalError
+from protocol.messages import ModelInfo
+from worker.families.base import Module
+from worker.runners.adjust import Adjust
+from worker.runners.base import (
+    PromptPart,
+    PromptPass,
+    SamplerState,
+    StepOutputs,
+    UnitWritten,
+    form_block_tokens,
+    no_listener,
+)
+from worker.runners.drawing import draw_first, draw_step, fed_tokens
+from worker.runners.experts import experts_for, routed
+from worker.weights.matmul import DECODED
+
+if TYPE_CHECKING:
+    from worker.streams import Streams
+
+#: The rotary function of the library's module.
+ROPE: Final = "apply_rotary_pos_emb"
+
+Angles = tuple[Tensor, Tensor]  # cos and sin [N, S, d] of some positions
+
+
+class Projected(NamedTuple):
+    """What one layer's projections give for N x S tokens. D head_dim, H query heads, K KV heads."""
+
+    queries: Tensor  # [N, S, H, D]
+    keys: Tensor  # [N, S, K, D]
+    values: Tensor  # [N, S, K, D]
+
+
+class Indexed(NamedTuple):
+    """What the indexer's projections give. d its head_dim."""
+
+    queries: Tensor  # [N, S, K, d]
+    keys: Tensor  # [N, S, d]
+
+
+@dataclass(eq=False)
+class BlockPass(PromptPass):
+    """A pass of P tokens on its way through the layers. The operation that enters it makes the tensors."""
+
+    hidden: Tensor = field(init=False)  # [1, P, hidden]
+    angles: Angles = field(init=False)  # [1, P, d]
+    warm_start: dict[int, Tensor] = field(init=False, default_factory=dict)  # int32[A, k] of parts that end
+
+
+@dataclass(eq=False)
+class _Unit:
+    """Rows first..stop-1 of a pass on their way through one layer."""
+
+    prompts: BlockPass
+    first: int
+    stop: int
+    pieces: list[tuple[int, PromptPart]]
+    queries: Tensor = field(init=False)  # [1, B, H, D]
+    taken: dict[int, Tensor] = field(init=False, default_factory=dict)  # bool[K, S, blocks] of each piece
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.stop)
+
+    def place(self, piece: PromptPart) -> slice:
+        """Return the rows of a piece in the unit."""
+        return slice(piece.first - self.first, piece.end - self.first)
+
+
+@dataclass(eq=False)
+class _StepScratch:
+    """Tensors that flow from one operation of a decode step to the next, for one batch size."""
+
+    topk: Tensor  # int32[K, B, k]: pages
+    out_rows: Tensor  # int32[K, B, k]: their device rows
+    plan: MissPlan
+    hidden: Tensor = field(init=False)  # [B, 1, hidden]
+    angles: Angles = field(init=False)  # [B, 1, d]
+    queries: Tensor = field(init=False)  # [B, H, D]
+
+
+class BlockSparseRunner:
+    """See worker/runners/base.py for the contract. Of a library's `model` on a CPU."""
+
+    def __init__(self, model: Any, info: ModelInfo, geometry: Geometry) -> None:
+        self.info = info
+        self.geometry = geometry
+        self.dtype: torch.dtype = model.dtype
+        self.matmul = DECODED
+        self.weights_seconds: dict[str, float] = {}  # for how long they were loaded, by where they were found
+        self.weights_are_kept = False  # by a keeper, for the next worker
+        self._model = model
+        self._config = config = model.config
+        self._blocks = config.index_topk_blocks
+        self._rope = getattr(sys.modules[type(model).__module__], ROPE)
+        self._decode_experts, self._prompt_experts = experts_for(model.device, model.dtype)
+        self._scratch: dict[int, _StepScratch] = {}
+
+    @property
+    def block_tokens_max(self) -> int:
+        """Rows of the largest unit."""
+        return form_block_tokens(gathered=False, deterministic=False)
+
+    def prompt_bytes(self, pass_tokens: int) -> int:
+        """Return 0: the budget of a CPU's device memory has no scratch memory in it."""
+        return 0
+
+    def weights_bytes(self) -> dict[str, int]:
+        """Return bytes of the weights as they are held, by dtype."""
+        held: dict[str, int] = {}
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            name = str(tensor.dtype).removeprefix("torch.")
+            held[name] = held.get(name, 0) + tensor.numel() * tensor.element_size()
+        return held
+
+    # ---------------------------------------------------------------- launches
+
+    def begin_pass(
+        self, streams: Streams, state: DeviceState, parts: Sequence[PromptPart], tokens: Tensor
+    ) -> BlockPass:
+        """One operation on `compute`."""
+        prompts = BlockPass(tuple(parts))
+        streams.compute.launch("prompt embed", partial(self._embed_prompts, prompts, tokens))
+        return prompts
+
+    def launch_unit(
+        self,
+        streams: Streams,
+        state: DeviceState,
+        prompts: PromptPass,
+        layer: int,
+        first: int,
+        stop: int,
+        written: UnitWritten = no_listener,
+        rows: int = 0,
+    ) -> None:
+        """Two operations on `compute`; the block is written behind the first one."""
+        own = _own(prompts)
+        unit = _Unit(own, first, stop, list(own.pieces(first, stop)))
+        streams.compute.launch(f"prompt project {layer}", partial(self._project_unit, unit, state, layer))
+        written()
+        streams.compute.launch(f"prompt attend {layer}", partial(self._attend_unit, unit, state, layer))
+
+    def launch_first_token(
+        self,
+        streams: Streams,
+        sampler: SamplerState,
+        prompts: PromptPass,
+        number: int,
+        outputs: StepOutputs,
+        adjust: Adjust | None,
+    ) -> None:
+        """One operation on `compute`."""
+        work = partial(self._first_token, _own(prompts), number, sampler, outputs, adjust)
+        streams.compute.launch("first token", work)
+
+    def launch_forward(self, streams: Streams, state: DeviceState, sampler: SamplerState, batch: StepBatch) -> None:
+        """Two operations per layer on `compute`, and of each KV head that selects a swap-in on `swap`."""
+        scratch, compute, swap = self._scratch_for(len(batch.seats)), streams.compute, streams.swap
+        compute.launch("embed", partial(self._embed, scratch, sampler, batch))
+        for layer, group in enumerate(self.geometry.group_of_layer):
+            compute.launch(f"project {layer}", partial(self._project, scratch, state, batch, layer))
+            if layer >= self.geometry.dense:
+                swap.wait(compute.record("selected"))
+                for head in range(self.geometry.heads):
+                    selected = scratch.topk[head], batch, scratch.out_rows[head], scratch.plan
+                    work = partial(swap_in, state, group * self.geometry.heads + head, *selected)
+                    swap.launch(f"swap in {layer}", streams.of_layer(layer, work))
+                compute.wait(swap.record("swapped_in"))
+            compute.launch(f"attend {layer}", partial(self._attend, scratch, state, batch, layer))
+
+    def launch_sample(
+        self, streams: Streams, sampler: SamplerState, batch: StepBatch, outputs: StepOutputs, adjust: Adjust | None
+    ) -> None:
+        """One operation on `compute`."""
+        scratch = self._scratch_for(len(batch.seats))
+        streams.compute.launch("sample", partial(self._sample, scratch, sampler, batch, outputs, adjust))
+
+    # ---------------------------------------------------------------- a decode step
+
+    @torch.inference_mode()
+    def _embed(self, scratch: _StepScratch, sampler: SamplerState, batch: StepBatch) -> None:
+        tokens, positions = fed_tokens(sampler, batch, real_rows(batch))
+        scratch.hidden, scratch.angles = self._entered(tokens.unsqueeze(1), positions.unsqueeze(1))
+
+    @torch.inference_mode()
+    def _project(self, scratch: _StepScratch, state: DeviceState, batch: StepBatch, layer: int) -> None:
+        module, group = self._layer(layer), self.geometry.group_of_layer[layer]
+        entered = module.input_layernorm(scratch.hidden)
+        projected = self._projected(module.self_attn, entered, scratch.angles)
+        scratch.queries = projected.queries.squeeze(1).contiguous()
+        for plane, values in enumerate(self._planes(projected)):
+            write_new_rows(state, layer, batch, values.squeeze(1).contiguous().view(torch.uint8), plane)
+        if layer < self.geometry.dense:
+            return
+        index = self._indexed(module.self_attn.indexer, entered, scratch.angles)
+        write_index_keys(state, group, batch, index.keys.squeeze(1).contiguous().view(torch.uint8))
+        queries = index.queries.squeeze(1).contiguous()
+        block_topk(state, group, queries, batch, scratch.topk, block_tokens=self._block_tokens, local=self._local)
+
+    @torch.inference_mode()
+    def _attend(self, scratch: _StepScratch, state: DeviceState, batch: StepBatch, layer: int) -> None:
+        attention = self._layer(layer).self_attn
+        attended = torch.empty_like(scratch.queries)
+        if layer < self.geometry.dense:
+            attend_dense(state, layer, scratch.queries, batch, attention.scaling, attended)
+        else:
+            about = scratch.topk, scratch.out_rows, batch, attention.scaling
+            attend_pages(state, layer, scratch.queries, *about, attended)
+        scratch.hidden = self._left(layer, scratch.hidden, attended.flatten(1).unsqueeze(1), self._decode_experts)
+
+    @torch.inference_mode()
+    def _sample(
+        self,
+        scratch: _StepScratch,
+        sampler: SamplerState,
+        batch: StepBatch,
+        outputs: StepOutputs,
+        adjust: Adjust | None,
+    ) -> None:
+        draw_step(self._logits(scratch.hidden), sampler, batch, outputs, adjust)
+
+    # ---------------------------------------------------------------- prompts
+
+    @torch.inference_mode()
+    def _embed_prompts(self, prompts: BlockPass, tokens: Tensor) -> None:
+        positions = torch.cat([torch.arange(part.start, part.stop) for part in prompts.parts])
+        prompts.hidden, prompts.angles = self._entered(tokens.clone()[None], positions[None])
+        shape = self.geometry.selections, self.geometry.topk
+        prompts.warm_start = {
+            number: torch.full(shape, -1, dtype=torch.int32) for number, part in enumerate(prompts.parts) if part.ends
+        }
+
+    @torch.inference_mode()
+    def _project_unit(self, unit: _Unit, state: DeviceState, layer: int) -> None:
+        module, group = self._layer(layer), self.geometry.group_of_layer[layer]
+        entered = module.input_layernorm(unit.prompts.hidden[:, unit.rows])
+        cos, sin = unit.prompts.angles
+        angles = cos[:, unit.rows], sin[:, unit.rows]
+        projected = self._projected(module.self_attn, entered, angles)
+        unit.queries = projected.queries
+        index = None if layer < self.geometry.dense else self._indexed(module.self_attn.indexer, entered, angles)
+        for number, piece in unit.pieces:
+            place = unit.place(piece)
+            for plane, values in enumerate(self._planes(projected)):
+                rows = values[0, place].contiguous().view(torch.uint8)
+                write_slab_rows(state, layer, piece.seat, piece.start, rows, plane)
+            if index is not None:
+                keys = index.keys[0, place].contiguous().view(torch.uint8)
+                write_prompt_index_keys(state, group, piece.seat, piece.start, keys)
+                self._select(unit, state, group, number, piece, index.queries[0, place])
+
+    def _select(
+        self, unit: _Unit, state: DeviceState, group: int, number: int, piece: PromptPart, queries: Tensor
+    ) -> None:
+        """Select blocks of each token of a piece, of `queries` [S, K, d], and keep what the last of a prompt does."""
+        keys = read_index_keys(state, group, piece.seat, piece.stop).view(self.dtype)
+        positions = torch.arange(piece.start, piece.stop)
+        scores = block_scores(queries.transpose(0, 1), keys, positions, self._block_tokens)
+        unit.taken[number] = top_blocks(scores, positions // self._block_tokens, self._blocks, self._local)
+        if piece.ends:
+            first = group * self.geometry.heads
+            own = unit.prompts.warm_start[number][first : first + self.geometry.heads]
+            write_pages(unit.taken[number][:, -1], piece.stop, self._block_tokens, own)
+
+    @torch.inference_mode()
+    def _attend_unit(self, unit: _Unit, state: DeviceState, layer: int) -> None:
+        attended = torch.zeros_like(unit.queries)
+        for number, piece in unit.pieces:
+            place, positions = unit.place(piece), torch.arange(piece.start, piece.stop)
+            reached = (torch.arange(piece.stop) <= positions.unsqueeze(1)).expand(self.geometry.heads, -1, -1)
+            if number in unit.taken:
+                tokens = unit.taken[number].repeat_interleave(self._block_tokens, dim=-1)
+                reached = reached & tokens[..., : piece.stop]
+            attended[0, place] = self._attended(state, layer, piece, unit.queries[0, place], reached)
+        hidden = unit.prompts.hidden[:, unit.rows]
+        hidden.copy_(self._left(layer, hidden, attended.flatten(2), self._prompt_experts))
+
+    def _attended(self, state: DeviceState, layer: int, piece: PromptPart, queries: Tensor, reached: Tensor) -> Tensor:
+        """Return attention [S, H, D] of `queries` [S, H, D] over the rows of `layer` where `reached` bool[K, S, T]."""
+        g, out = self.geometry, torch.empty_like(queries)
+        each, scaling = queries.shape[1] // g.heads, self._layer(layer).self_attn.scaling
+        for head in range(g.heads):
+            key, value = (
+                read_slab_rows(state, layer, piece.seat, piece.stop, plane).view(self.dtype).unsqueeze(0)
+                for plane in g.planes_of(head)
+            )
+            own = slice(head * each, (head + 1) * each)
+            found = torch.nn.functional.scaled_dot_product_attention(
+                queries[:, own].transpose(0, 1),
+                key.expand(each, -1, -1),
+                value.expand(each, -1, -1),
+                attn_mask=reached[head],
+                scale=scaling,
+            )
+            out[:, own] = found.transpose(0, 1)
+        return out
+
+    @torch.inference_mode()
+    def _first_token(
+        self, prompts: BlockPass, number: int, sampler: SamplerState, outputs: StepOutputs, adjust: Adjust | None
+    ) -> None:
+        part = prompts.parts[number]
+        if outputs.warm_start is not None:
+            outputs.warm_start.copy_(prompts.warm_start[number])
+        logits = self._logits(prompts.hidden[:, part.end - 1 : part.end])
+        draw_first(logits, part.seat, part.stop, sampler, outputs, adjust)
+
+    # ---------------------------------------------------------------- layers, of N x S tokens
+
+    @property
+    def _block_tokens(self) -> int:
+        tokens: int = self._config.index_block_size
+        return tokens
+
+    @property
+    def _local(self) -> int:
+        blocks: int = self._config.index_local_blocks
+        return blocks
+
+    def _layer(self, number: int) -> Module:
+        return self._model.model.layers[number]
+
+    def _entered(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Angles]:
+        """Return hidden states [N, S, hidden] of token ids, and the angles of their positions."""
+        hidden = self._model.model.embed_tokens(tokens)
+        return hidden, self._model.model.rotary_emb(hidden, positions)
+
+    def _projected(self, attention: Module, entered: Tensor, angles: Angles) -> Projected:
+        shape = (*entered.shape[:-1], -1, attention.head_dim)
+        queries = attention.q_norm(attention.q_proj(entered).view(shape))
+        keys = attention.k_norm(attention.k_proj(entered).view(shape))
+        queries, keys = self._rope(queries, keys, *angles, unsqueeze_dim=2)
+        return Projected(queries, keys, attention.v_proj(entered).view(shape))
+
+    def _indexed(self, indexer: Module, entered: Tensor, angles: Angles) -> Indexed:
+        shape, size = (*entered.shape[:-1], -1, indexer.head_dim), indexer.head_dim
+        queries = indexer.q_norm(indexer.q_proj(entered).view(shape))
+        keys = indexer.k_norm(indexer.k_proj(entered).view(shape))
+        cos, sin = (angle[..., :size] for angle in angles)
+        queries, keys = self._rope(queries, keys, cos, sin, unsqueeze_dim=2)
+        return Indexed(queries, keys.squeeze(2))
+
+    def _planes(self, projected: Projected) -> list[Tensor]:
+        """Return K and V [N, S, D] of each head, in the order of the planes of a row."""
+        return [of[:, :, head] for head in range(self.geometry.heads) for of in (projected.keys, projected.values)]
+
+    def _left(self, layer: int, hidden: Tensor, attended: Tensor, experts: str) -> Tensor:
+        """Return hidden states behind a layer, of `attended` [N, S, H * D]."""
+        module = self._layer(layer)
+        hidden = hidden + module.self_attn.o_proj(attended)
+        normed, mlp = module.post_attention_layernorm(hidden), module.mlp
+        if not hasattr(mlp, "experts"):
+            return hidden + mlp(normed)
+        chosen = routed(mlp, normed, experts).view_as(normed) * mlp.routed_scaling_factor
+        return hidden + (chosen + mlp.shared_experts(normed))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return float32[B, vocab] of hidden states [B, 1, hidden]."""
+        logits: Tensor = self._model.lm_head(self._model.model.norm(hidden)).squeeze(1).float()
+        return logits
+
+    def _scratch_for(self, rows: int) -> _StepScratch:
+        if rows not in self._scratch:
+            shape = self.geometry.heads, rows, self.geometry.topk
+            tables = (torch.full(shape, -1, dtype=torch.int32) for _ in range(2))
+            self._scratch[rows] = _StepScratch(*tables, MissPlan.allocate(rows, self.geometry.topk))
+        return self._scratch[rows]
+
+
+def _own(prompts: PromptPass) -> BlockPass:
+    """Return a pass that this kind of runner began. Raises InternalError for any other."""
+    if not isinstance(prompts, BlockPass):
+        raise InternalError("another runner began this pass")
+    return prompts
