@@ -58,6 +58,7 @@ OPENED_PAGES: Final = 1024  # index pages of a context that a step keeps in the 
 OPENED_CHUNKS: Final = -(-SLOTS_MAX // PAGE_TOKENS // 4) * 4  # hot chunks likewise, in whole vectors
 OPENED_WORDS: Final = 4 + OPENED_PAGES + OPENED_CHUNKS
 DENSE: Final = -1  # group of a layer that selects nothing
+TAIL_PAGES: Final = 2  # slots of a tail, where slots hold a page: the one that is written, and the one before
 SLAB_LAYERS: Final = 2  # layers whose prompt rows the slab holds at a time
 
 assert SLOTS_MAX <= SLOT_ABSENT  # a slot number never reads as absent
@@ -154,6 +155,15 @@ class Geometry:
     def page_slots(self) -> int:
         """Slots of a hot chunk, and units of a page."""
         return PAGE_TOKENS // self.slot_tokens
+
+    @property
+    def tail_chunks(self) -> int:
+        """Chunks of a managed hot buffer that its tail has to itself."""
+        return 1 if self.slot_tokens == 1 else TAIL_PAGES
+
+    def slots_in(self, hot_size: int) -> int:
+        """Ordinary slots of a hot buffer of `hot_size` tokens, whose managed_chunks(hot_size) chunks are granted."""
+        return hot_size if self.slot_tokens == 1 else managed_chunks(hot_size) - TAIL_PAGES
 
     def buffer_chunks(self, hot_slots: int, tail_slots: int) -> int:
         """Chunks of a managed hot buffer of `hot_slots` and its tail."""

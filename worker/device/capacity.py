@@ -182,7 +182,10 @@ def _report(
         index_bytes_per_request=pages * geometry.index_page_bytes,
         slab_bytes=sizing.slab_pages * sizing.slab_page_bytes,
         prompt_max_tokens=capacity.prompt_max_tokens * capacity.prefills,
-        miss_bytes_per_step=geometry.topk * geometry.layers * geometry.row_bytes,
+        miss_bytes_per_step=geometry.topk
+        * geometry.slot_tokens
+        * (geometry.layers - geometry.dense)
+        * geometry.row_bytes,
         resident=min(sizing.device_bytes // (pages_for(settings.context_max_tokens) * geometry.page_bytes), SEATS_MAX),
         choices=choices,
         recommended=recommended,

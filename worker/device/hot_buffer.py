@@ -10,7 +10,8 @@ A hot buffer is its chunks, in the order of the chunk table, and its mode: resid
 | resident | resident     | all, or the first that are wanted     |                                 | where they are |
 | resident | managed      | the newest that fit H, then any       | their tokens in slots 0..       | where they are |
 | managed  | larger       | all                                   | new slots empty                 | where they are |
-| managed  | smaller      | the first                             | tokens of higher slots absent   | where they are |
+| managed  | smaller      | the first                             | tokens of higher slots absent;  | where they are |
+|          |              |                                       | of pages: all but the newest    |                |
 | managed  | resident     | any                                   | slot = token                    | host pages     |
 
 The pages that a buffer takes of a prompt (`pages_taken`) are copied from the slab layer by layer while the prompt is
@@ -60,7 +61,7 @@ class HotBufferChange:
     set_up: SetUp
     first_token: int = 0
     tokens: int = 0
-    reload: bool = False  # rows 0..length-1 come from host pages
+    reload: bool = False  # rows come from host pages: 0..length-1, or of a managed buffer those that it begins with
     old_slots: int = 0
 
 
@@ -76,35 +77,41 @@ def check_size(hot_slots: int, hot_chunks: int, length: int, classes: Sequence[i
         )
 
 
-def pages_taken(buffer: HotBuffer, length: int) -> range:
-    """Return the pages of a prompt of `length` that `buffer` holds, in its first chunks."""
+def pages_taken(buffer: HotBuffer, length: int, tail_chunks: int = 1) -> range:
+    """Return the pages of a prompt of `length` that `buffer` holds, in its first chunks; its tail has `tail_chunks` to
+    itself (Geometry.tail_chunks)."""
     pages = pages_for(length)
-    return range(max(0, pages - buffer.hot_slots // PAGE_TOKENS) if buffer.hot_slots else 0, pages)
+    return range(_first_page(pages, buffer.hot_slots, tail_chunks) if buffer.hot_slots else 0, pages)
 
 
-def set_up_prompt(buffer: HotBuffer, length: int) -> HotBufferChange:
+def _first_page(pages: int, hot_slots: int, tail_chunks: int) -> int:
+    """Return the first of the newest of `pages` that the ordinary slots of a managed buffer hold."""
+    return max(0, pages - (hot_slots // PAGE_TOKENS + 1 - tail_chunks))
+
+
+def set_up_prompt(buffer: HotBuffer, length: int, tail_chunks: int = 1) -> HotBufferChange:
     """Return the change by which `buffer`, holding `pages_taken` of a prompt of `length`, serves its first step."""
-    first_token = pages_taken(buffer, length).start * PAGE_TOKENS
+    first_token = pages_taken(buffer, length, tail_chunks).start * PAGE_TOKENS
     kind = SetUp.MANAGED if buffer.hot_slots else SetUp.RESIDENT
     return HotBufferChange(buffer, (), kind, first_token, length - first_token)
 
 
-def change(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int]) -> HotBufferChange:
+def change(
+    old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int], tail_chunks: int = 1
+) -> HotBufferChange:
     """`old`, holding rows 0..length-1, becomes `hot_slots` in `hot_chunks` chunks, with `extra` new ones at hand.
 
-    Sizes as `check_size` accepts them; `extra` brings the chunks that `old` lacks, max(0, hot_chunks - held).
+    Sizes as `check_size` accepts them; `extra` brings the chunks that `old` lacks, max(0, hot_chunks - held). A smaller
+    buffer of pages, whose tail has more than one chunk to itself, begins anew.
     """
     if not old.hot_slots and hot_slots:
-        return _manage(old, hot_slots, hot_chunks, length, extra)
+        return _manage(old, hot_slots, hot_chunks, length, extra, tail_chunks)
     pool = (*old.chunks, *extra)
     kept, freed = pool[:hot_chunks], pool[hot_chunks:]
-    return HotBufferChange(
-        HotBuffer(hot_slots, kept),
-        freed,
-        _set_up(old.hot_slots, hot_slots),
-        reload=bool(old.hot_slots) > bool(hot_slots),
-        old_slots=old.hot_slots,
-    )
+    set_up, reload = _set_up(old.hot_slots, hot_slots), bool(old.hot_slots) > bool(hot_slots)
+    if set_up is SetUp.SHRINK and tail_chunks > 1:
+        set_up, reload = SetUp.MANAGED, True
+    return HotBufferChange(HotBuffer(hot_slots, kept), freed, set_up, reload=reload, old_slots=old.hot_slots)
 
 
 def _set_up(old: int, new: int) -> SetUp:
@@ -113,10 +120,12 @@ def _set_up(old: int, new: int) -> SetUp:
     return SetUp.GROW if new > old else SetUp.SHRINK if new < old else SetUp.NOTHING
 
 
-def _manage(old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int]) -> HotBufferChange:
+def _manage(
+    old: HotBuffer, hot_slots: int, hot_chunks: int, length: int, extra: Sequence[int], tail_chunks: int
+) -> HotBufferChange:
     """The chunks of the newest tokens come first in the table, so that those tokens lie in slots 0.. as they are."""
     pages = pages_for(length)
-    first = max(0, pages - hot_slots // PAGE_TOKENS)
+    first = _first_page(pages, hot_slots, tail_chunks)
     newest = old.chunks[first:pages]
     others = (*old.chunks[:first], *old.chunks[pages:], *extra)
     split = hot_chunks - len(newest)

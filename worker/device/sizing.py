@@ -231,12 +231,15 @@ def _budget(settings: WorkerSettings, free_device_bytes: int, prompt_bytes: int)
 
 def _classes(settings: WorkerSettings, geometry: Geometry) -> tuple[int, ...]:
     classes = tuple(sorted(settings.hot_size_classes))
-    if not classes or classes[0] < geometry.topk:
+    selected = geometry.topk * geometry.slot_tokens
+    step = geometry.slot_tokens * geometry.tail_chunks if geometry.slot_tokens > 1 else 1
+    if not classes or classes[0] < selected or any(size % step for size in classes):
+        multiples = f", multiples of {step}" if step > 1 else ""
         raise ConfigError(
-            f"a step selects {geometry.topk} rows, which must all fit the hot buffer",
+            f"a step selects {selected} rows, which must all fit the hot buffer{multiples}",
             field="worker.hot_size_classes",
             value=",".join(map(str, classes)),
-            remedy=f"name sizes from {geometry.topk} upward",
+            remedy=f"name sizes from {selected} upward{multiples}",
         )
     return classes
 
@@ -262,10 +265,10 @@ def sampler_seat_bytes(vocab: int) -> int:
 def _bookkeeping_bytes(
     settings: WorkerSettings, geometry: Geometry, max_pages: int, max_chunks: int, vocab: int
 ) -> int:
-    """Tables index, host, slab [seats, max_pages] and chunk [seats, max_chunks]; per group tails, counters, and the
+    """Tables index, host, slab [seats, max_pages] and chunk [seats, max_chunks]; per selection tails, counters, and the
     eviction queue; draws, and rows of log-probabilities, one more for prefill."""
     per_group = 4 * settings.tail_slots + 48 + 6 * QUEUE_RING
-    per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.groups * per_group
+    per_seat = 4 * (3 * max_pages + max_chunks + 2) + geometry.selections * per_group
     draws = settings.seats * sampler_seat_bytes(vocab) + 2 * vocab + (settings.seats + 1) * ROW_BYTES_MAX
     return settings.seats * per_seat + draws
 

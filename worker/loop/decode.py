@@ -86,19 +86,19 @@ class _Bucket:
         window: int,
         draft_tokens: int,
     ) -> None:
-        groups, device, rows = state.geometry.groups, state.rows.device, len(outputs.tokens)
+        places, device, rows = state.geometry.places, state.rows.device, len(outputs.tokens)
         self.seats, self.draft_tokens = seats, draft_tokens
         self.drafts: DraftStep | None = None
         self.ring: Ring[StepInputs] | Ring[DraftInputs]
         if drafting is None:
             self.inputs = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
-            self.batch = StepInputs.batch(self.inputs, groups)
+            self.batch = StepInputs.batch(self.inputs, places)
             self.ring = Ring([StepInputs(rows, device) for _ in range(RING_BUFFERS)])
         else:
             self.drafts = DraftStep(drafting, seats, window, draft_tokens)
             self.inputs, self.batch = self.drafts.inputs, self.drafts.batch
             self.ring = Ring([DraftInputs(seats, window, device) for _ in range(RING_BUFFERS)])
-        self.plans = [BackupPlan.allocate(rows, groups, device) for _ in range(plans)]
+        self.plans = [BackupPlan.allocate(rows, places, device) for _ in range(plans)]
         self.outputs = outputs
         self.outputs_with_logprobs = replace(outputs, logprobs=logprobs[:rows])
         self.replay: Callable[[], object] | None = None  # what the runner launches, as one operation on compute
@@ -117,7 +117,7 @@ class _Results:
         rows = state.seats * state.seat_rows
         self.tokens = host_tensor(rows, dtype=torch.int32, device=device, fill=-1)
         self.drafts = host_tensor(len(COUNTS) * state.seats, dtype=torch.int32, device=device)
-        self.counts = host_tensor(2, state.geometry.groups, state.seats, dtype=torch.int64, device=device)
+        self.counts = host_tensor(2, state.geometry.selections, state.seats, dtype=torch.int64, device=device)
         self.logits = host_tensor(rows, vocab, dtype=torch.float32, device=device)
         self.logprobs = host_tensor(rows, ROW_WORDS_MAX, dtype=torch.int32, device=device)
 

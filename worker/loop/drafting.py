@@ -131,13 +131,13 @@ class DraftStep:
 
     def __init__(self, drafting: DraftSeats, seats: int, window: int, draft_tokens: int) -> None:
         state = drafting.state
-        groups, device, rows = state.geometry.groups, state.rows.device, 1 + draft_tokens
+        places, device, rows = state.geometry.places, state.rows.device, 1 + draft_tokens
         self._owner, self._seats, self._rows, self._window = drafting, seats, rows, window
         self.inputs = torch.zeros((ROWS_AHEAD + window) * seats + 1, dtype=torch.int32, device=device)
         seat_rows, numbers = self.inputs[:-1].view(ROWS_AHEAD + window, seats), self.inputs[-1:]
         seat, limits, step_rows, base = (seat_rows[at] for at in range(ROWS_AHEAD))
         self._given = _Given(seat, limits, step_rows, base, seat_rows[ROWS_AHEAD:], numbers)
-        batch = StepBatch.allocate(rows * seats, groups, device, seat_rows=rows)
+        batch = StepBatch.allocate(rows * seats, places, device, seat_rows=rows)
         self.batch = replace(batch, num_real=numbers)
         self.counts = torch.zeros(len(COUNTS), seats, dtype=torch.int32, device=device)
         self._owners = _Owners(state.seats, device)
@@ -146,8 +146,8 @@ class DraftStep:
         self._known = torch.zeros(rows + 1, seats, dtype=torch.int32, device=device)
         self._last = torch.zeros(seats, dtype=torch.int32, device=device)  # row of each seat that holds last
         self._first_drafts = DraftRows.allocate(rows * seats, device=device)
-        self._one = replace(StepBatch.allocate(seats, groups, device), num_real=numbers)
-        self._unused_plan = BackupPlan.allocate(seats, groups, device)
+        self._one = replace(StepBatch.allocate(seats, places, device), num_real=numbers)
+        self._unused_plan = BackupPlan.allocate(seats, places, device)
         sources = [rows * seats, *[seats] * (rows - 3)] if rows > 2 else []
         self._further = [DraftRows.allocate(seats, source_rows=source, device=device) for source in sources]
 

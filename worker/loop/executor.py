@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from basics.rooms import RoomUse
+from kernels.layout import Geometry
 from metrics.state import MemoryUse, SwapTotals, WorkerCounters
 from protocol.arrays import unpack_int32
 from protocol.byte_sizes import parse_size
@@ -141,7 +142,7 @@ class Executor:
         self.counters = counters or WorkerCounters()
         self.counters.fence_waits = streams.waits
         self.transfers = transfers or Transfers()
-        self.counters.swap = SwapTotals(runner.geometry.group_of_layer, runner.geometry.row_bytes)
+        self.counters.swap = _swap_totals(runner.geometry)
         self.state = allocate_state(runner, settings, sizing, host)
         self._runner = runner
         self._sizing = sizing
@@ -199,7 +200,7 @@ class Executor:
             staging=self._note_staging,
             drafts=rows.draft_tokens > 0,
             outputs=StepOutputs.allocate(
-                1, vocab, keep_logits=keep_logits, topk_shape=(g.groups, g.topk), device=settings.device
+                1, vocab, keep_logits=keep_logits, topk_shape=(g.selections, g.topk), device=settings.device
             ),
             warm_start=warm_start,
         )
@@ -895,6 +896,13 @@ class Executor:
             self._running.remove(request)
         request.status = status
         self._waiting[request.placement] = request
+
+
+def _swap_totals(geometry: Geometry) -> SwapTotals:
+    """Return counts of swap-in by layer, or where heads select for themselves by layer and head."""
+    g = geometry
+    heads = [g.place_of(layer, head) for layer in range(g.dense, g.layers) for head in range(g.heads)]
+    return SwapTotals(heads, g.head_bytes * g.slot_tokens)
 
 
 def _taken_by(warm_up: Callable[[], None], device: torch.device) -> int:

@@ -84,11 +84,11 @@ class StepInputs:
         target.copy_(self._host, non_blocking=True)
 
     @staticmethod
-    def batch(target: Tensor, groups: int) -> StepBatch:
+    def batch(target: Tensor, places: int) -> StepBatch:
         """A batch whose inputs are the parts of `target`, int32[3 * rows + 1] on the device."""
         rows = len(target) // 3
         seats, lengths, inputs, num_real = target.split([rows, rows, rows, 1])
-        batch = StepBatch.allocate(rows, groups, target.device)
+        batch = StepBatch.allocate(rows, places, target.device)
         return replace(batch, seats=seats, lengths=lengths, inputs=inputs, num_real=num_real)
 
 

@@ -210,7 +210,8 @@ class Prefill:
         if self._drafts:
             self._launch_drafts(this, number, outputs=outputs)
             self._seats.free_slab(request)
-        if request.prefills_only and request.prompt_tokens > self._state.geometry.topk:  # else any buffer holds it
+        selected = self._state.geometry.topk * self._state.geometry.slot_tokens
+        if request.prefills_only and request.prompt_tokens > selected:  # else any buffer holds it
             request.topk_place = self._warm_starts.take()
         keep = partial(self._keep, outputs, request.seat, request.topk_place)
         self._streams.compute.launch("keep results", keep)
@@ -250,7 +251,7 @@ class Prefill:
             this.earlier[number] = self._swap.refill_places(memory.slab, memory.host_pages, part.start)
         if part.ends and not request.prefills_only:
             request.is_filling = True
-            this.filled[number] = self._swap.fill_places(memory.slab, memory.hot, part.stop)
+            this.filled[number] = self._swap.fill_places(memory.slab, memory.hot, memory.index_pages, part.stop)
 
     def _await_slab(self, this: LaunchedPass, layer: int) -> None:
         """Rows of `layer` are written next."""

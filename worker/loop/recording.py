@@ -51,7 +51,7 @@ class SelectionRecorder:
     def __init__(
         self, path: Path, geometry: Geometry, seats: int, device: torch.device | str, steps_in_flight: int
     ) -> None:
-        shape = (geometry.groups, seats, geometry.topk)
+        shape = (geometry.selections, seats, geometry.topk)
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
@@ -60,7 +60,7 @@ class SelectionRecorder:
             raise ConfigError(message, field="worker.record_selections", value=path, remedy=remedy) from error
         self.left_out = 0
         self._file = os.fdopen(handle, "wb")
-        self._file.write(encode_head(TraceSizes(geometry.groups, geometry.topk)))
+        self._file.write(encode_head(TraceSizes(geometry.selections, geometry.topk)))
         self._device = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._hosts = [host_tensor(*shape, dtype=torch.int32, device=device) for _ in range(steps_in_flight)]
         self._queue: Queue[_Step | None] = Queue(QUEUED_STEPS)

@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 
 from kernels.backend import prepare
+from kernels.layout import TAIL_PAGES
 from kernels.seat import clear_seat, latest_tokens
 from kernels.state import DeviceState
-from protocol.arrays import unpack_int32
+from protocol.arrays import Int32Array, unpack_int32
 from protocol.errors import BadInput, CapacityError, InternalError
 from protocol.logprobs import row_words
 from protocol.logs import fields, logger
@@ -76,7 +77,7 @@ def allocate_state(runner: Runner, settings: WorkerSettings, sizing: Sizing, hos
         max_pages=sizing.max_pages,
         max_chunks=sizing.max_chunks,
         slab_pages=sizing.slab_pages,
-        tail_slots=capacity.tail_slots,
+        tail_slots=capacity.tail_slots if runner.geometry.slot_tokens == 1 else TAIL_PAGES,
         seat_rows=StepRows.of(settings).rows,
         host=host,
         device=settings.device,
@@ -210,15 +211,16 @@ class Seats:
         self._drafting = drafting
         self._compute = streams.compute
         self._state = state
+        self._tail_chunks = state.geometry.tail_chunks
         self._samplers = SamplerSeats(streams.compute, sampler, eos_token_ids)
         self._swap = swap
         self._decoder = decoder
         self._warm_starts = warm_start
-        self.swap_counts = SwapCounts(swap.counters.swap, capacity.seats, state.tail_slots)
+        self.swap_counts = SwapCounts(swap.counters.swap, capacity.seats, state.tail_slots, state.geometry.slot_tokens)
         self._tables = SeatTables(streams.compute, state)
         self._free = deque(range(capacity.seats))
-        index_groups, device = state.geometry.groups, state.rows.device
-        self._final_counts = host_tensor(2, capacity.seats, index_groups, dtype=torch.int64, device=device)
+        selections, device = state.geometry.selections, state.rows.device
+        self._final_counts = host_tensor(2, capacity.seats, selections, dtype=torch.int64, device=device)
 
     def open(self, admit: Admit, output: Output) -> RunningRequest:
         """Seat a placement that `check_admit` accepted. CapacityError, holding nothing, when memory is short."""
@@ -299,7 +301,7 @@ class Seats:
     def take_over(self, request: RunningRequest) -> None:
         """A prompt was seen staged: its hot buffer, which prefill has filled, is set up."""
         self._tables.flush()
-        self._set_up(request, set_up_prompt(request.memory.hot, request.prompt_tokens))
+        self._set_up(request, set_up_prompt(request.memory.hot, request.prompt_tokens, self._tail_chunks))
         request.note_memory()
 
     def grant(self, request: RunningRequest, grant: Grant) -> None:
@@ -343,16 +345,17 @@ class Seats:
         if done.freed or done.reload:
             self._swap.reclaim()
         if done.reload:
-            request.fences = (self._load_rows(request),)
+            managed = done.buffer.hot_slots > 0
+            request.fences = self._load_topk(request, b"") if managed else (self._load_rows(request),)
         return done.reload
 
     def step_back(self, request: RunningRequest) -> None:
         """The step launched last for `request` is to be launched again. A managed buffer has its row in a tail slot
-        already, and begins cold."""
+        already, and begins cold; one of pages finds the row's page in its slot."""
         self._decoder.withdraw(request)
         self._decoder.wait_backed_up()
         hot = request.memory.hot
-        if hot.hot_slots:
+        if hot.hot_slots and self._state.geometry.slot_tokens == 1:
             self._set_up(request, HotBufferChange(hot, (), SetUp.MANAGED))
 
     def keep_topk(self, request: RunningRequest) -> None:
@@ -361,7 +364,9 @@ class Seats:
         if hot.hot_slots and request.status in (Status.RUNNING, Status.PARKED):
             request.topk_place = place = self._warm_starts.take()
             if place is not None:
-                work = partial(self._keep_topk, request.seat, hot.hot_slots, self._warm_starts[place])
+                work = partial(
+                    self._keep_topk, request.seat, self._swap.slots_in(hot.hot_slots), self._warm_starts[place]
+                )
                 self._compute.launch("keep top-k", work)
 
     def warm_start(self, request: RunningRequest) -> bytes:
@@ -407,7 +412,7 @@ class Seats:
     def _resume(self, request: RunningRequest, warm_start: bytes) -> None:
         memory, hot, rows = request.memory, request.memory.hot, request.position
         kind = SetUp.MANAGED if hot.hot_slots else SetUp.RESIDENT
-        loads = not hot.hot_slots or rows <= hot.hot_slots
+        loads = not hot.hot_slots or rows <= self._swap.slots_in(hot.hot_slots) * self._state.geometry.slot_tokens
         self._set_up(request, HotBufferChange(hot, (), kind, tokens=rows if loads else 0))
         keys = self._swap.load_keys(memory.index_pages, memory.host_pages, rows)
         request.fences = (keys, self._load_rows(request)) if loads else (keys, *self._load_topk(request, warm_start))
@@ -415,20 +420,38 @@ class Seats:
 
     def _load_topk(self, request: RunningRequest, packed: bytes) -> tuple[Fence, ...]:
         """Begin with what was selected last, where that is known; a hint that cannot be read is counted."""
-        starts = self._swap.counters.warm_starts
+        tokens = self._begin_with(request, self._selected(request, packed))
+        if not tokens:
+            return ()
+        self.swap_counts.fill(request.seat, [len(positions) for positions in tokens])
+        return (self._swap.load_topk(request.seat, request.memory.hot, request.memory.host_pages, tokens),)
+
+    def _selected(self, request: RunningRequest, packed: bytes) -> list[Int32Array]:
+        """Return the units by selection that `packed` names; none where it is empty or cannot be read."""
+        starts, geometry = self._swap.counters.warm_starts, self._state.geometry
+        units = -(-request.position // geometry.slot_tokens)
         if not packed:
             starts["cold"] += 1
-            return ()
-        geometry = self._state.geometry
+            return []
         try:
-            tokens = unpack(packed, geometry.groups, geometry.topk, request.position)
+            tokens = unpack(packed, geometry.selections, geometry.topk, units)
         except BadInput as error:
             starts["refused"] += 1
             log.warning("cold start", extra=fields(placement=request.placement, error=error))
-            return ()
+            return []
         starts["warm"] += 1
-        self.swap_counts.fill(request.seat, [len(positions) for positions in tokens])
-        return (self._swap.load_topk(request.seat, request.memory.hot, request.memory.host_pages, tokens),)
+        return tokens
+
+    def _begin_with(self, request: RunningRequest, selected: list[Int32Array]) -> list[Int32Array]:
+        """Return the units by selection that an empty buffer is to hold: a page that the next token continues has to be
+        among them, and comes first."""
+        geometry = self._state.geometry
+        if not request.position % geometry.slot_tokens:
+            return selected
+        room, page = self._swap.slots_in(request.memory.hot.hot_slots), request.position // geometry.slot_tokens
+        first = np.array([page], np.int32)
+        others = selected or [first] * geometry.selections
+        return [np.concatenate((first, it[it != page]))[:room] for it in others]
 
     def _load_rows(self, request: RunningRequest) -> Fence:
         return self._swap.load_rows(request.memory.hot.chunks, request.memory.host_pages, request.position)
@@ -437,7 +460,7 @@ class Seats:
         """Carry out what `change` decides, but for the chunks that it frees."""
         memory = request.memory
         extra = self.chunks.take(max(0, memory.hot_chunks - len(old.chunks)))
-        done = change(old, memory.hot_slots, memory.hot_chunks, length, extra)
+        done = change(old, memory.hot_slots, memory.hot_chunks, length, extra, self._tail_chunks)
         memory.hot = done.buffer
         if done.set_up is SetUp.SHRINK:  # needs the old chunk table
             self._tables.flush()

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import product
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -70,6 +71,13 @@ class StagedRows(NamedTuple):
     stop: int
 
 
+class FillPlaces(NamedTuple):
+    """Slab pages of a prompt, and where they go, int64[2, n]: to chunks, and of dense layers to index pages."""
+
+    chunks: Tensor
+    index_pages: Tensor
+
+
 class Swap:
     """Launches moves. Counts bytes when they are launched, and times what it launches."""
 
@@ -86,8 +94,9 @@ class Swap:
         self.counters = counters
         self._refilled = refilled
         g = state.geometry
-        self._row_bytes = g.layers * g.row_bytes
-        self._key_bytes = g.groups * g.index_row_bytes
+        self._row_bytes = (g.layers - g.dense) * g.row_bytes
+        self._key_bytes = g.groups * g.index_row_bytes + g.dense * g.row_bytes
+        self._dense = range(g.dense)
 
     def stage(self, rows: Sequence[StagedRows], layer: int) -> Fence:
         """Copy `rows` of `layer` to the host once prefill, launched before this call, has written them; all their index
@@ -97,7 +106,7 @@ class Swap:
         places = self._places([(it.start, it.stop, (it.host_pages, it.slab, it.index_pages)) for it in rows])
         work = self._streams.timed(partial(self._stage, places, layer), self.counters.staging.spent)
         stage.launch(f"stage layer {layer}", work)
-        keys = self._key_bytes if layer == g.layers - 1 else 0
+        keys = g.groups * g.index_row_bytes if layer == g.layers - 1 else 0
         self.counters.staged_bytes += places.shape[1] * (g.row_bytes + keys)
         return self.slab_staged()
 
@@ -119,7 +128,7 @@ class Swap:
         return backup.record("backed_up"), backup.record("durable")
 
     def load_keys(self, index_pages: Sequence[int], host_pages: Sequence[int], tokens: int) -> Fence:
-        """Load index keys of positions 0..tokens-1."""
+        """Load index keys, and rows of dense layers, of positions 0..tokens-1."""
         for first, last in _pieces(0, tokens, self._key_bytes):
             places = self._places([(first, last, (host_pages, index_pages))])
             work = self._streams.timed(partial(self._load_keys, places), self.counters.preloading.spent)
@@ -164,19 +173,32 @@ class Swap:
         self.counters.refilling.spent(seconds)
         self._refilled(rows, seconds)
 
-    def fill_places(self, slab: Sequence[int], buffer: HotBuffer, tokens: int) -> Tensor:
-        """Return slab pages and chunks int64[2, n] of what `buffer` takes of a prompt, for `fill` of any layer."""
-        pages = pages_taken(buffer, tokens)
-        places = host_tensor(2, len(pages), dtype=torch.int64, device=self._state.rows.device)
-        places.numpy()[:] = slab[pages.start : pages.stop], buffer.chunks[: len(pages)]
+    def fill_places(
+        self, slab: Sequence[int], buffer: HotBuffer, index_pages: Sequence[int], tokens: int
+    ) -> FillPlaces:
+        """Return where `fill` of any layer copies rows of a prompt: what `buffer` takes of it, and of dense layers
+        all."""
+        taken = pages_taken(buffer, tokens, self._state.geometry.tail_chunks)
+        whole = range(pages_for(tokens) if self._dense else 0)
+        return FillPlaces(
+            self._page_pairs(slab[taken.start : taken.stop], buffer.chunks[: len(taken)]),
+            self._page_pairs(slab[: len(whole)], index_pages[: len(whole)]),
+        )
+
+    def _page_pairs(self, slab: Sequence[int], targets: Sequence[int]) -> Tensor:
+        """Return slab pages, and the pages that they go to, int64[2, n]."""
+        places = host_tensor(2, len(slab), dtype=torch.int64, device=self._state.rows.device)
+        places.numpy()[:] = slab, targets
         return places
 
-    def fill(self, places: Tensor, layer: int) -> None:
-        """Copy rows of `layer` at `places` from the slab to a hot buffer, behind the units launched so far."""
-        self._streams.compute.launch(f"fill hot buffer {layer}", partial(self._fill, places, layer))
+    def fill(self, places: FillPlaces, layer: int) -> None:
+        """Copy rows of `layer` at `places` from the slab to a hot buffer, or of a dense layer to index pages, behind
+        the units launched so far."""
+        pairs = places.index_pages if layer in self._dense else places.chunks
+        self._streams.compute.launch(f"fill hot buffer {layer}", partial(self._fill, pairs, layer))
 
     def load_topk(self, seat: int, buffer: HotBuffer, host_pages: Sequence[int], tokens: Sequence[Int32Array]) -> Fence:
-        """Load rows of positions `tokens[group]`, distinct and in host memory, into the first slots of an empty managed
+        """Load the units `tokens[selection]`, distinct and in host memory, into the first slots of an empty managed
         buffer, as many as it has at most. Its chunks are as for `load_rows`."""
         counts = [len(positions) for positions in tokens]
         held = host_tensor(3, sum(counts), dtype=torch.int32, device=self._state.rows.device)
@@ -185,31 +207,36 @@ class Swap:
             np.concatenate([np.arange(count) for count in counts]),
             np.concatenate(tokens),
         )
-        self._streams.compute.launch("hold tokens", partial(self._hold, seat, buffer.hot_slots, held))
+        self._streams.compute.launch("hold tokens", partial(self._hold, seat, self.slots_in(buffer.hot_slots), held))
         places = self._topk_places(buffer.chunks, host_pages, tokens)
         work = self._streams.timed(partial(self._load_topk, places), self.counters.preloading.spent)
         self._streams.load.launch("load top-k", work)
         g = self._state.geometry
-        rows = sum(count * len(g.layers_of_group(group)) for group, count in enumerate(counts))
-        self.counters.preloaded_bytes += rows * g.row_bytes
+        units = sum(count * len(g.layers_of_group(each // g.heads)) for each, count in enumerate(counts))
+        self.counters.preloaded_bytes += units * g.slot_tokens * g.head_bytes
         return self._streams.load.record("preloaded")
 
     def set_up(self, seat: int, change: HotBufferChange) -> None:
         """Set the slot tables of `seat` up as `change` says. Grown buffers need their chunk table first, shrunk ones
         still the old one."""
-        hot_slots, work = change.buffer.hot_slots, None
+        hot_slots, old_slots = self.slots_in(change.buffer.hot_slots), self.slots_in(change.old_slots)
+        work = None
         match change.set_up:
             case SetUp.RESIDENT:
                 work = partial(init_resident, self._state, seat)
             case SetUp.MANAGED:
                 work = partial(init_managed, self._state, seat, hot_slots, change.first_token, change.tokens)
             case SetUp.GROW:
-                work = partial(grow_managed, self._state, seat, change.old_slots, hot_slots)
+                work = partial(grow_managed, self._state, seat, old_slots, hot_slots)
             case SetUp.SHRINK:
-                work = partial(shrink_managed, self._state, seat, change.old_slots, hot_slots)
+                work = partial(shrink_managed, self._state, seat, old_slots, hot_slots)
             case SetUp.NOTHING:
                 return
         self._streams.compute.launch(f"set up {change.set_up.value}", work)
+
+    def slots_in(self, hot_size: int) -> int:
+        """Return the ordinary slots of a hot buffer of `hot_size` tokens; 0 of a resident one."""
+        return self._state.geometry.slots_in(hot_size) if hot_size else 0
 
     def quiesce(self) -> list[Fence]:
         """Complete, all of them, once nothing launched so far on any stream can touch any memory."""
@@ -221,12 +248,12 @@ class Swap:
     def _stage(self, places: Tensor, layer: int) -> None:
         pages, offsets, rows, keys = self._upload(places)
         index_row, of = keys if layer == self._state.geometry.layers - 1 else None, range(layer, layer + 1)
-        copy_rows_to_host(self._state.slab(layer), self._in_all_groups(rows), index_row, pages, offsets, of)
+        copy_rows_to_host(self._state.slab(layer), self._in_all_places(rows), index_row, pages, offsets, of)
 
     def _refill(self, places: Tensor, layer: int) -> None:
         pages, offsets, rows = self._upload(places)
         of = range(layer, layer + 1)
-        copy_rows_to_device(self._state.slab(layer), self._in_all_groups(rows), None, pages, offsets, of)
+        copy_rows_to_device(self._state.slab(layer), self._in_all_places(rows), None, pages, offsets, of)
 
     def _fill(self, places: Tensor, layer: int) -> None:
         slab_pages, chunks = self._upload(places)
@@ -235,10 +262,13 @@ class Swap:
     def _load_keys(self, places: Tensor) -> None:
         pages, offsets, keys = self._upload(places)
         copy_keys_to_device(self._state, keys, pages, offsets)
+        if self._dense:
+            copy_rows_to_device(self._state, self._in_all_places(keys), None, pages, offsets, self._dense)
 
     def _load_rows(self, places: Tensor) -> None:
         pages, offsets, rows = self._upload(places)
-        copy_rows_to_device(self._state, self._in_all_groups(rows), None, pages, offsets)
+        selecting = range(self._dense.stop, self._state.geometry.layers)
+        copy_rows_to_device(self._state, self._in_all_places(rows), None, pages, offsets, selecting)
 
     def _hold(self, seat: int, hot_slots: int, held: Tensor) -> None:
         groups, slots, tokens = self._upload(held)
@@ -246,30 +276,31 @@ class Swap:
 
     def _load_topk(self, places: Tensor) -> None:
         plans = places.to(self._state.rows.device, non_blocking=True)
-        for layer, group in enumerate(self._state.geometry.group_of_layer):
-            device_row, host_page, host_offset, count = plans[:, group].unsqueeze(1)
-            replay_misses(self._state, layer, MissPlan(device_row, host_page, host_offset, count[:, 0]))
+        g = self._state.geometry
+        for layer, head in product(range(g.dense, g.layers), range(g.heads)):
+            device_row, host_page, host_offset, count = plans[:, g.place_of(layer, head)].unsqueeze(1)
+            replay_misses(self._state, layer, MissPlan(device_row, host_page, host_offset, count[:, 0]), head)
 
     def _upload(self, places: Tensor) -> tuple[Tensor, ...]:
         return places.to(self._state.rows.device, non_blocking=True).unbind()
 
-    def _in_all_groups(self, rows: Tensor) -> Tensor:
-        """int32[G, n]: every group keeps a prompt or resident context in the same chunks."""
-        return rows.expand(self._state.geometry.groups, -1).contiguous()
+    def _in_all_places(self, rows: Tensor) -> Tensor:
+        """int32[places, n]: every selection keeps a prompt or resident context in the same chunks."""
+        return rows.expand(self._state.geometry.places, -1).contiguous()
 
     # ---------------------------------------------------------------- places
 
     def _topk_places(self, chunks: Sequence[int], host_pages: Sequence[int], tokens: Sequence[Int32Array]) -> Tensor:
-        """int32[4, G, n]: the miss plan of each group, to be copied for its layers: device row, host page, place in it,
-        and how many, in the first entry."""
+        """int32[4, A, n]: the miss plan of each selection, to be copied for its layers: device row, host page, place in
+        it, and how many, in the first entry."""
         shape = 4, len(tokens), max(1, *map(len, tokens))
         places = host_tensor(*shape, dtype=torch.int32, device=self._state.rows.device)
         array, pages = places.numpy(), np.asarray(host_pages, np.int32)
-        slots = np.arange(array.shape[2])
-        array[0] = np.asarray(chunks, np.int32)[slots // PAGE_TOKENS] * PAGE_TOKENS + slots % PAGE_TOKENS
+        slots, each = np.arange(array.shape[2]), self._state.geometry.page_slots
+        array[0] = np.asarray(chunks, np.int32)[slots // each] * each + slots % each
         for group, positions in enumerate(tokens):
-            array[1, group, : len(positions)] = pages[positions // PAGE_TOKENS]
-            array[2, group, : len(positions)] = positions % PAGE_TOKENS
+            array[1, group, : len(positions)] = pages[positions // each]
+            array[2, group, : len(positions)] = positions % each
             array[3, group, 0] = len(positions)
         return places
 

@@ -22,15 +22,17 @@ step, for a number that follows from the others).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from metrics.state import SwapTotals
+from protocol.units import managed_chunks
 from worker.device.hot_buffer import HotBufferChange, SetUp
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
+_Count = TypeVar("_Count", int, Int64s)
 
 #: Of a resident buffer, which evicts nothing.
 BOUNDLESS: Final = 1 << 62
@@ -39,10 +41,11 @@ BOUNDLESS: Final = 1 << 62
 class SwapCounts:
     """Arrays by seat; `totals` grow by what each `take` brings."""
 
-    def __init__(self, totals: SwapTotals, seats: int, tail_slots: int) -> None:
+    def __init__(self, totals: SwapTotals, seats: int, tail_slots: int, slot_tokens: int = 1) -> None:
+        """A slot holds `slot_tokens` neighbouring tokens; rows are counted in these."""
         groups = len(totals.hits)
         self._totals = totals
-        self._tail_slots = tail_slots
+        self._tail_slots, self._unit = tail_slots, slot_tokens
         self._seen = np.zeros((2, seats, groups), np.int64)
         self._room = np.full((seats, groups), BOUNDLESS, np.int64)
         self._evicted = np.zeros((seats, groups), np.int64)
@@ -61,12 +64,19 @@ class SwapCounts:
         self._is_managed[seat] = hot_slots > 0
         match change.set_up:
             case SetUp.MANAGED:
-                empty = hot_slots + self._tail_slots - change.tokens
-                self._room[seat] = self._seen[1, seat] + position + empty - self._evicted[seat]
+                empty = self._slots(hot_slots) - self._units(change.tokens)
+                self._room[seat] = self._seen[1, seat] + self._units(position) + empty - self._evicted[seat]
             case SetUp.RESIDENT:
                 self._room[seat] = BOUNDLESS
             case SetUp.GROW | SetUp.SHRINK:
-                self._room[seat] += hot_slots - change.old_slots
+                self._room[seat] += self._slots(hot_slots) - self._slots(change.old_slots)
+
+    def _units(self, tokens: _Count) -> _Count:
+        return -(-tokens // self._unit)
+
+    def _slots(self, hot_size: int) -> int:
+        """Slots of a managed buffer, its tail among them."""
+        return hot_size + self._tail_slots if self._unit == 1 else managed_chunks(hot_size)
 
     def fill(self, seat: int, tokens: Sequence[int]) -> None:
         """So many tokens of each group came into the empty buffer of `seat` beside steps."""
@@ -82,7 +92,7 @@ class SwapCounts:
         totals, fresh = self._totals, counts - self._seen[:, places]
         self._seen[:, places] = counts
         before = self._evicted[places]
-        loads = counts[1] + np.asarray(positions, np.int64)[:, np.newaxis]
+        loads = counts[1] + self._units(np.asarray(positions, np.int64))[:, np.newaxis]
         evicted = np.maximum(before, loads - self._room[places])
         self._evicted[places] = evicted
         totals.hits += fresh[0][self._is_managed[places]].sum(0)

@@ -28,10 +28,11 @@ BUFFERS: Final = 16
 
 
 class TopkBuffers:
-    """Places in host memory, int32[G, k] each, that operations download to: taken, read once nothing writes there."""
+    """Places in host memory, int32[selections, k] each, that operations download to: taken, read once nothing writes
+    there."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        self._memory = host_tensor(BUFFERS, geometry.groups, geometry.topk, dtype=torch.int32, device=device)
+        self._memory = host_tensor(BUFFERS, geometry.selections, geometry.topk, dtype=torch.int32, device=device)
         self._free = deque(range(BUFFERS))
 
     def take(self) -> int | None:

@@ -14,7 +14,7 @@ Prompts attend as the library does, with masks over all rows in the slab, block 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -121,7 +121,17 @@ class _StepScratch:
 class BlockSparseRunner:
     """See worker/runners/base.py for the contract. Of a library's `model` on a CPU."""
 
-    def __init__(self, model: Any, info: ModelInfo, geometry: Geometry) -> None:
+    def __init__(
+        self,
+        model: Any,
+        info: ModelInfo,
+        geometry: Geometry,
+        *,
+        after_index_topk: Callable[[int, StepBatch, Tensor], None] | None = None,
+    ) -> None:
+        """`after_index_topk` sees the number of each selection, the batch, and the pages int32[B, k] that were
+        selected."""
+        self.after_index_topk = after_index_topk
         self.info = info
         self.geometry = geometry
         self.dtype: torch.dtype = model.dtype
@@ -236,6 +246,9 @@ class BlockSparseRunner:
         write_index_keys(state, group, batch, index.keys.squeeze(1).contiguous().view(torch.uint8))
         queries = index.queries.squeeze(1).contiguous()
         block_topk(state, group, queries, batch, scratch.topk, block_tokens=self._block_tokens, local=self._local)
+        if self.after_index_topk is not None:
+            for head, topk in enumerate(scratch.topk):
+                self.after_index_topk(group * self.geometry.heads + head, batch, topk)
 
     @torch.inference_mode()
     def _attend(self, scratch: _StepScratch, state: DeviceState, batch: StepBatch, layer: int) -> None:
