@@ -1,0 +1,73 @@
+"""The executor with a model whose heads select blocks: no hot size, resize or retraction shows in tokens, which are
+those of the library."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from protocol.settings import WorkerSettings
+from tests.support.block_model import library, prompt, runner
+from tests.support.fakes.coordinator import Life
+from tests.support.worker_rig import Rig
+
+SETTINGS = WorkerSettings(
+    seats=4,
+    hot_size_classes=(384, 512, 768),
+    pass_tokens=128,
+    context_max_tokens=1_024,
+    host_mem="32MiB",
+    device_mem="32MiB",
+)
+LENGTHS = (700, 639, 130)
+NEW_TOKENS = 70
+
+
+def start(settings: WorkerSettings = SETTINGS, pace: int = 0) -> tuple[Rig, list[Life]]:
+    rig, lives = Rig(settings=settings, runner=runner(), pace=pace), []
+    for number, length in enumerate(LENGTHS):
+        lives.append(rig.coordinator.create(number, 1, NEW_TOKENS))
+        lives[-1].prompt = tuple(prompt(length, number))
+    return rig, lives
+
+
+def check_tokens(rig: Rig, lives: Sequence[Life]) -> None:
+    rig.check_end()
+    for number, life in enumerate(lives):
+        assert life.tokens == library(LENGTHS[number], NEW_TOKENS, number)[0], number
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (384, 384, 384), (512, 0, 384), (768, 512, 768)])
+def test_tokens_are_the_librarys_for_any_hot_size(sizes: tuple[int, ...]) -> None:
+    rig, lives = start()
+    for life, hot_slots in zip(lives, sizes, strict=True):
+        assert rig.coordinator.admit(life, hot_slots)
+    rig.run()
+    check_tokens(rig, lives)
+    held = [size or 2 * length for size, length in zip(sizes, LENGTHS, strict=True)]
+    assert (lives[0].misses > 0) == (held[0] < LENGTHS[0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_retraction_or_resize_shows_in_tokens(seed: int) -> None:
+    """Requests are resized in every way, retracted with and without their rows, and come back with other sizes."""
+    rig, lives = start(pace=seed)
+    draw, sizes = random.Random(seed), (0, *SETTINGS.hot_size_classes)
+    for life in lives:
+        assert rig.coordinator.admit(life, draw.choice(sizes))
+    while not all(life.outcome for life in lives):
+        rig.turn(draw.randrange(1, 12))
+        life = draw.choice(lives)
+        if life.outcome:
+            continue
+        match draw.choice(("resize", "resize", "keep", "drop")) if life.placement else "admit":
+            case "resize":
+                rig.coordinator.resize(life, draw.choice(sizes))
+            case "admit":
+                rig.coordinator.admit(life, draw.choice(sizes))
+            case leaving:
+                rig.coordinator.withdraw(life, leaving)
+    rig.run()
+    check_tokens(rig, lives)
