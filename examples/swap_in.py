@@ -76,8 +76,8 @@ class Cache:
         self.state.host_table[SEAT] = torch.arange(pages)  # an allocator's decisions: which pages and chunks are ours
         self.state.index_table[SEAT] = torch.arange(pages)
         self.state.chunk_table[SEAT] = torch.arange(chunks)
-        self.batch = hs.StepBatch.allocate(1, geometry.groups, device)
-        self.backup = hs.BackupPlan.allocate(1, geometry.groups, device)
+        self.batch = hs.StepBatch.allocate(1, geometry.places, device)
+        self.backup = hs.BackupPlan.allocate(1, geometry.places, device)
         self.misses = hs.MissPlan.allocate(1, TOPK, device)
 
     def write_prompt(self, rows: Tensor, keys: Tensor) -> None:

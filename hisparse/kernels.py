@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from kernels.attention import prepare_attention as prepare_attention
     from kernels.backend import prepare as prepare
     from kernels.begin_step import begin_step as begin_step
+    from kernels.block_attention import attend_dense as attend_dense
+    from kernels.block_attention import attend_pages as attend_pages
+    from kernels.block_topk import block_topk as block_topk
     from kernels.copy_rows import copy_keys_to_device as copy_keys_to_device
     from kernels.copy_rows import copy_rows_to_device as copy_rows_to_device
     from kernels.copy_rows import copy_rows_to_host as copy_rows_to_host
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from kernels.index_topk import index_topk as index_topk
     from kernels.index_topk import prepare_index as prepare_index
     from kernels.integrity import check_state as check_state
+    from kernels.layout import DENSE as DENSE
     from kernels.layout import Geometry as Geometry
     from kernels.prompt_pieces import PromptPiece as PromptPiece
     from kernels.prompt_pieces import PromptPieces as PromptPieces
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from kernels.row_format import kv_row_format as kv_row_format
     from kernels.rows import copy_slab_pages as copy_slab_pages
     from kernels.rows import gather_rows as gather_rows
+    from kernels.rows import read_dense_rows as read_dense_rows
     from kernels.rows import read_index_keys as read_index_keys
     from kernels.rows import read_slab_rows as read_slab_rows
     from kernels.rows import write_index_keys as write_index_keys

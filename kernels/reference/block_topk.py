@@ -43,7 +43,8 @@ def block_scores(queries: Tensor, keys: Tensor, positions: Tensor, block_tokens:
     behind = torch.arange(len(keys), device=keys.device) > positions.unsqueeze(1)
     scores.masked_fill_(behind, -inf)
     scores = torch.nn.functional.pad(scores, (0, -len(keys) % block_tokens), value=-inf)
-    return scores.unflatten(-1, (-1, block_tokens)).amax(-1)
+    highest: Tensor = scores.unflatten(-1, (-1, block_tokens)).amax(-1)
+    return highest
 
 
 def top_blocks(scores: Tensor, newest: Tensor, blocks: int, local: int) -> Tensor:

@@ -152,13 +152,13 @@ class Twin:
         plans = []
         for state in (self.cpu, self.gpu):
             device, size = state.rows.device, self.size * self.seat_rows
-            batch = StepBatch.allocate(size, self.geometry.groups, device, seat_rows=self.seat_rows)
+            batch = StepBatch.allocate(size, self.geometry.places, device, seat_rows=self.seat_rows)
             batch.seats = torch.full((size,), -9, dtype=self.ids, device=device)
             batch.lengths = torch.full_like(batch.seats, 9)
             batch.seats[: self.size] = torch.tensor(ids, dtype=self.ids, device=device)
             batch.lengths[: self.size] = torch.tensor(lengths, dtype=self.ids, device=device)
             batch.num_real.fill_(real)
-            plan = BackupPlan.allocate(size, self.geometry.groups, device)
+            plan = BackupPlan.allocate(size, self.geometry.places, device)
             for tensor in (batch.new_rows, plan.device_row, plan.index_row, plan.host_page, plan.host_offset):
                 tensor.fill_(777)
             begin_step(state, batch, plan)

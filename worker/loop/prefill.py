@@ -44,7 +44,7 @@ from worker.device.pinned import host_tensor
 from worker.loop.batch import RunningRequest
 from worker.loop.inputs import RING_BUFFERS, Ring
 from worker.loop.seats import Seats
-from worker.loop.swap import StagedRows, Swap
+from worker.loop.swap import FillPlaces, StagedRows, Swap
 from worker.loop.warm_start import TopkBuffers
 from worker.runners.base import (
     DraftRunner,
@@ -73,7 +73,7 @@ class LaunchedPass:
     prompts: PromptPass
     following: Tensor  # int64[parts]
     earlier: dict[int, list[Tensor]]
-    filled: dict[int, Tensor]
+    filled: dict[int, FillPlaces]
     slab_staged: dict[int, Fence]
     refilled: dict[int, Fence] = field(default_factory=dict)
 

@@ -402,10 +402,13 @@ class BlockSparseRunner:
         module = self._layer(layer)
         hidden = hidden + module.self_attn.o_proj(attended)
         normed, mlp = module.post_attention_layernorm(hidden), module.mlp
-        if not hasattr(mlp, "experts"):
-            return hidden + mlp(normed)
-        chosen = routed(mlp, normed, experts).view_as(normed) * mlp.routed_scaling_factor
-        return hidden + (chosen + mlp.shared_experts(normed))
+        added: Tensor
+        if hasattr(mlp, "experts"):
+            chosen = routed(mlp, normed, experts).view_as(normed) * mlp.routed_scaling_factor
+            added = chosen + mlp.shared_experts(normed)
+        else:
+            added = mlp(normed)
+        return hidden + added
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return float32[B, vocab] of hidden states [B, 1, hidden]."""
@@ -415,8 +418,8 @@ class BlockSparseRunner:
     def _scratch_for(self, rows: int) -> _StepScratch:
         if rows not in self._scratch:
             shape = self.geometry.heads, rows, self.geometry.topk
-            tables = (torch.full(shape, -1, dtype=torch.int32) for _ in range(2))
-            self._scratch[rows] = _StepScratch(*tables, MissPlan.allocate(rows, self.geometry.topk))
+            topk, out_rows = torch.full((2, *shape), -1, dtype=torch.int32)
+            self._scratch[rows] = _StepScratch(topk, out_rows, MissPlan.allocate(rows, self.geometry.topk))
         return self._scratch[rows]
 
 
