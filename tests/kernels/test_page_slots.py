@@ -128,6 +128,19 @@ def test_a_page_stays_in_the_tail_until_its_last_row_is_long_backed_up() -> None
     rig.check()
 
 
+def test_backups_as_late_as_they_may_be_are_done_before_their_page_goes() -> None:
+    """Page 5 ends at position 383 and leaves the tail with 448; from then on it may be evicted, and loaded again."""
+    rig = paged_rig(topk=2, heads=1)
+    request = rig.open(0, 380, 2)
+    while request.length < 449:
+        rig.begin([request])
+    for chosen in ([0, 1], [2, 3], [5, 4]):
+        rig.swap_in(0, [request], [chosen])
+        rig.begin([request])
+    assert rig.state.misses[0, 0] == 6
+    rig.check_host()
+
+
 def test_a_page_that_is_not_loaded_is_not_written() -> None:
     """Its slot would lack the rows before: the row is refused, and nothing changes."""
     rig = paged_rig(topk=3)
