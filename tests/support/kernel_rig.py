@@ -443,13 +443,14 @@ class Rig:
 
     def _check_dense(self, request: Request) -> None:
         for layer in range(self.geometry.dense):
-            for position in sorted(self.paged(request)):
-                planes = [
-                    read_dense_rows(self.state, layer, request.seat, position + 1, plane, start=position)[0]
-                    for plane in range(len(self.geometry.planes))
-                ]
-                want = self.truth("row", layer, request, position)
-                assert torch.equal(torch.cat(planes), want), f"dense layer, position {(layer, position)}"
+            planes = [
+                read_dense_rows(self.state, layer, request.seat, request.length, plane)
+                for plane in range(len(self.geometry.planes))
+            ]
+            rows = torch.cat(planes, dim=-1).numpy()
+            for position in self.paged(request):
+                want = self.true_bytes("row", layer, request, position)
+                assert rows[position].tobytes() == want, f"dense layer, position {(layer, position)}"
 
     def _check_bytes(
         self, layer: int, got: torch.Tensor, out: torch.Tensor, tokens: list[list[int | None]], head: int
