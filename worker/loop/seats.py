@@ -451,7 +451,7 @@ class Seats:
         room, page = self._swap.slots_in(request.memory.hot.hot_slots), request.position // geometry.slot_tokens
         first = np.array([page], np.int32)
         others = selected or [first] * geometry.selections
-        return [np.concatenate((first, it[it != page]))[:room] for it in others]
+        return [np.concatenate((first, pages[pages != page]))[:room] for pages in others]
 
     def _load_rows(self, request: RunningRequest) -> Fence:
         return self._swap.load_rows(request.memory.hot.chunks, request.memory.host_pages, request.position)

@@ -62,7 +62,7 @@ ROPE: Final = "apply_rotary_pos_emb"
 Angles = tuple[Tensor, Tensor]  # cos and sin [N, S, d] of some positions
 
 
-class Projected(NamedTuple):
+class Heads(NamedTuple):
     """What one layer's projections give for N x S tokens. D head_dim, H query heads, K KV heads."""
 
     queries: Tensor  # [N, S, H, D]
@@ -70,7 +70,7 @@ class Projected(NamedTuple):
     values: Tensor  # [N, S, K, D]
 
 
-class Indexed(NamedTuple):
+class IndexHeads(NamedTuple):
     """What the indexer's projections give. d its head_dim."""
 
     queries: Tensor  # [N, S, K, d]
@@ -378,22 +378,22 @@ class BlockSparseRunner:
         hidden = self._model.model.embed_tokens(tokens)
         return hidden, self._model.model.rotary_emb(hidden, positions)
 
-    def _projected(self, attention: Module, entered: Tensor, angles: Angles) -> Projected:
+    def _projected(self, attention: Module, entered: Tensor, angles: Angles) -> Heads:
         shape = (*entered.shape[:-1], -1, attention.head_dim)
         queries = attention.q_norm(attention.q_proj(entered).view(shape))
         keys = attention.k_norm(attention.k_proj(entered).view(shape))
         queries, keys = self._rope(queries, keys, *angles, unsqueeze_dim=2)
-        return Projected(queries, keys, attention.v_proj(entered).view(shape))
+        return Heads(queries, keys, attention.v_proj(entered).view(shape))
 
-    def _indexed(self, indexer: Module, entered: Tensor, angles: Angles) -> Indexed:
+    def _indexed(self, indexer: Module, entered: Tensor, angles: Angles) -> IndexHeads:
         shape, size = (*entered.shape[:-1], -1, indexer.head_dim), indexer.head_dim
         queries = indexer.q_norm(indexer.q_proj(entered).view(shape))
         keys = indexer.k_norm(indexer.k_proj(entered).view(shape))
         cos, sin = (angle[..., :size] for angle in angles)
         queries, keys = self._rope(queries, keys, cos, sin, unsqueeze_dim=2)
-        return Indexed(queries, keys.squeeze(2))
+        return IndexHeads(queries, keys.squeeze(2))
 
-    def _planes(self, projected: Projected) -> list[Tensor]:
+    def _planes(self, projected: Heads) -> list[Tensor]:
         """Return K and V [N, S, D] of each head, in the order of the planes of a row."""
         return [of[:, :, head] for head in range(self.geometry.heads) for of in (projected.keys, projected.values)]
 
