@@ -36,7 +36,8 @@ from kernels.reference.attention import attend
 from kernels.reference.index_topk import index_scores
 from kernels.row_format import hadamard, index_key_format, kv_row_format, latent_exponent
 from tests.support.runner_rig import Rig
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.families.table import latent_names
+from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 
 HEADS, LATENT, ROPE, CONTEXT = 64, 512, 64, 32_768
@@ -164,7 +165,7 @@ def measured(steps: int, trials: int) -> Iterator[Row]:
         for values in VALUES:
             yield from (measure(values, kind) for kind in KINDS)
     with tempfile.TemporaryDirectory() as folder:
-        for family in FAMILIES:
+        for family in latent_names():
             plain, predictable = (Path(folder) / f"{family}-{name}" for name in ("plain", "predictable"))
             write_tiny_checkpoint(plain, family, index_topk=TINY_TOPK)
             write_tiny_checkpoint(predictable, family, index_topk=TINY_TOPK, predictable=True)

@@ -42,7 +42,7 @@ if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.utils import logging
@@ -64,7 +64,9 @@ def main() -> int:
     torch.set_num_threads(job.get("threads", 1))
     dtype = getattr(torch, job.get("dtype", "float32"))
     with decoded(Path(model_path), dtype) as readable:
-        model = AutoModelForCausalLM.from_pretrained(readable, dtype=dtype)
+        has_parts = "text_config" in json.loads((readable / "config.json").read_text())  # and one is the language model
+        kind = AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
+        model = kind.from_pretrained(readable, dtype=dtype)
     model = model.to(job.get("device", "cpu")).eval()
     if job.get("matmul", "weight_only") == "w8a8":
         round_inputs(model, Path(model_path))

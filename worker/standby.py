@@ -61,6 +61,7 @@ from protocol.units import managed_chunks
 from worker.device.gpu_memory import cuda_device, let_segments_grow
 from worker.device.pinned import host_tensor
 from worker.device.sizing import size_worker
+from worker.families.table import library_config
 from worker.keeper.memory import TableDiffersError
 from worker.link.outbox import Outbox
 from worker.loop.executor import Executor
@@ -165,10 +166,8 @@ def _warm_up(settings: WorkerSettings, runner: TransformersRunner) -> bool:
 
 def _import_model_code(settings: WorkerSettings) -> None:
     """The library imports the modules of a family when they are first used."""
-    from transformers import AutoConfig
-
     with library_refusals(settings.model, FIELD):
-        config: Any = AutoConfig.from_pretrained(settings.model)
+        config: Any = library_config(settings.model)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         empty_model(config, torch.bfloat16)

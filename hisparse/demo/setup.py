@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ SPARE_TOKENS: Final = 4 * PAGE_TOKENS
 DEVICE_MEM: Final = "256MiB"
 #: Directory of the pool on a GPU: CUDA cannot register a mapping of a file on a disk.
 TMPFS: Final = "/dev/shm"
-VALUE_BYTES: Final = 4  # float32, as in the model library's run
+KV_DTYPE: Final = "float32"  # as in the model library's run
 
 
 def read_sources(paths: Sequence[Path]) -> list[PromptSource]:
@@ -100,7 +99,7 @@ def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_di
         "worker.pool_dir": str(pool_dir),
         "worker.model": str(model),
         "worker.device": options.device,
-        "worker.dtype": "float32",
+        "worker.dtype": KV_DTYPE,
         "worker.deterministic": options.turns == 1,
         "worker.draft_tokens": options.draft_tokens,
         "worker.tail_slots": max(WorkerSettings().tail_slots, 2 * (1 + options.draft_tokens)),
@@ -118,5 +117,7 @@ def cluster_config(options: DemoOptions, model: Path, runtime_dir: Path, pool_di
 
 def kv_shape(model: Path) -> tuple[int, int]:
     """Layers of the checkpoint, and bytes of one KV row."""
-    config = json.loads((model / "config.json").read_text())
-    return config["num_hidden_layers"], VALUE_BYTES * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    from worker.runners.checkpoint import geometry_of, read_dimensions
+
+    geometry = geometry_of(read_dimensions(model), KV_DTYPE)
+    return geometry.layers, geometry.row_bytes

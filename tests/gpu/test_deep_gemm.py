@@ -30,9 +30,10 @@ from tests.gpu.syncs import no_syncs  # noqa: E402
 from tests.gpu.test_block_fp8 import activations, off, on_gpu  # noqa: E402
 from tests.gpu.test_fp8_model import FORCED, TEXT, forced_logits, rig_of  # noqa: E402
 from tests.kernels.test_block_fp8 import draw  # noqa: E402
+from tests.support.checkpoints import LATENT  # noqa: E402
 from tests.support.oracle_rig import run_oracle  # noqa: E402
 from worker.runners import transformers_dsa  # noqa: E402
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
+from worker.runners.tiny import write_tiny_checkpoint  # noqa: E402
 from worker.runners.transformers_dsa import TransformersRunner  # noqa: E402
 
 SHAPES = [(2240, 7168), (576, 1024), (72, 128)]
@@ -162,7 +163,7 @@ def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_short_blocks")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_tokens_are_the_oracles(family: str, tmp_path: Path) -> None:
     path = tmp_path / family
     write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=True, whole_blocks=True)
@@ -183,7 +184,7 @@ def test_tokens_are_the_oracles(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_short_blocks")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_logits_are_as_far_from_float32_as_fp8_activations_are(family: str, tmp_path: Path) -> None:
     path = tmp_path / family
     write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=True, whole_blocks=True)

@@ -14,13 +14,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.gpu.syncs import no_syncs  # noqa: E402
+from tests.support.checkpoints import LATENT  # noqa: E402
 from tests.support.prompts import TEXT, launch_prompt  # noqa: E402
 from tests.support.router_bytes import with_exact_routers  # noqa: E402
 from tests.support.runner_rig import Rig  # noqa: E402
 from tests.worker.weights.test_modules import WHOLE  # noqa: E402
 from worker.runners.base import StepOutputs  # noqa: E402
 from worker.runners.synthetic import synthetic_runner  # noqa: E402
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
+from worker.runners.tiny import write_tiny_checkpoint  # noqa: E402
 from worker.runners.transformers_dsa import TransformersRunner  # noqa: E402
 from worker.weights import modules  # noqa: E402
 from worker.weights.layout import weights_bytes  # noqa: E402
@@ -36,7 +37,7 @@ FORCED = 48
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    paths = {family: tmp_path_factory.mktemp("fp8") / family for family in FAMILIES}
+    paths = {family: tmp_path_factory.mktemp("fp8") / family for family in LATENT}
     for family, path in paths.items():
         write_tiny_checkpoint(path, family, index_topk=64, fp8=True, powers_of_two=family == "glm-5")
     return paths
@@ -59,7 +60,7 @@ def forced_logits(runner: TransformersRunner, device: str, hot_slots: int = 128,
     return torch.stack([it.cpu() for it in logits])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_float32_tokens_are_those_of_the_cpu(checkpoints: dict[str, Path], family: str) -> None:
     ours, theirs = (
         forced_logits(runner_of(checkpoints[family], device, "float32", device == "cuda"), device)
@@ -71,7 +72,7 @@ def test_float32_tokens_are_those_of_the_cpu(checkpoints: dict[str, Path], famil
     assert torch.equal(ours.argmax(1)[clear], best.indices[:, 0][clear])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_bfloat16_logits_are_as_near_float32_as_decoded_weights(checkpoints: dict[str, Path], family: str) -> None:
     path = checkpoints[family]
     truth = forced_logits(runner_of(path, "cpu", "float32", False), "cpu")
@@ -83,7 +84,7 @@ def test_bfloat16_logits_are_as_near_float32_as_decoded_weights(checkpoints: dic
     assert 0 < kept < 1.5 * decoded
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_bits_do_not_depend_on_hot_sizes_or_graphs(checkpoints: dict[str, Path], family: str) -> None:
     runner = runner_of(checkpoints[family], "cuda", "bfloat16", True)
     wanted = forced_logits(runner, "cuda", hot_slots=0)
@@ -111,7 +112,7 @@ def test_no_launch_waits_for_the_device(checkpoints: dict[str, Path]) -> None:
         runner.launch_sample(rig.streams, rig.sampler, step.batch, step.outputs, None)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_joined_products_give_the_model_of_those_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = type(published_config(family))(**WHOLE)
     found = []

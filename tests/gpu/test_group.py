@@ -15,7 +15,7 @@ import torch
 from protocol.errors import EXIT_PEER_LOST, ConfigError
 from protocol.messages import NO_LOGPROBS
 from protocol.settings import WorkerSettings
-from tests.support.checkpoints import DRAFTING
+from tests.support.checkpoints import DRAFTING, LATENT
 from tests.support.group_rig import LIMIT_S, Ask, Drawn, GroupRig, Requests, settings_of
 from tests.support.thread_ranks import run_ranks_on_gpu
 from tests.support.worker_rig import Rig
@@ -25,7 +25,7 @@ from tests.worker.group.test_ranks import TEXT, asks_of, spread, wrong
 from tests.worker.loop.test_drafting import write_predictable
 from tests.worker.loop.test_model import NEW_TOKENS, PROMPTS, SETTINGS
 from worker.group.group import Group
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import load_runner
 from worker.streams import make_streams
 
@@ -37,7 +37,7 @@ LOGITS_CHANGE = {"float32": 0.02, "bfloat16": 0.2}
 DRAFTS = {"draft_tokens": 2, "tail_slots": 6}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=LATENT)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     write_tiny_checkpoint(path, request.param, index_topk=32, context_max_tokens=2_048)

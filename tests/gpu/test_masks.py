@@ -13,23 +13,22 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.gpu.syncs import no_syncs  # noqa: E402
-from tests.support.checkpoints import DRAFTING  # noqa: E402
+from tests.support.checkpoints import DRAFTING, LATENT  # noqa: E402
 from tests.worker.loop import test_drafting  # noqa: E402
 from tests.worker.loop import test_held_model as cpu  # noqa: E402
 from worker.loop import executor  # noqa: E402
 from worker.runners import swapping  # noqa: E402
-from worker.runners.tiny import FAMILIES  # noqa: E402
 from worker.streams import make_streams  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=LATENT)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return test_drafting.write_predictable(tmp_path_factory.mktemp("model"), request.param)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
-    ("checkpoint", "draft_tokens"), [*product(FAMILIES, (0,)), *product(DRAFTING, (2,))], indirect=["checkpoint"]
+    ("checkpoint", "draft_tokens"), [*product(LATENT, (0,)), *product(DRAFTING, (2,))], indirect=["checkpoint"]
 )
 def test_tokens_are_those_of_the_reference(
     checkpoint: Path, draft_tokens: int, is_late: bool, monkeypatch: pytest.MonkeyPatch

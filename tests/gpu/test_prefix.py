@@ -15,11 +15,12 @@ from benchmarks.decode import make_pool  # noqa: E402
 from benchmarks.prefix_gpu import PromptWorker  # noqa: E402
 from protocol.messages import LOGPROBS_MAX  # noqa: E402
 from tests.gpu.delay import hold_back  # noqa: E402
+from tests.support.checkpoints import LATENT  # noqa: E402
 from tests.support.worker_rig import Rig  # noqa: E402
 from tests.worker.loop.test_model import start  # noqa: E402
 from tests.worker.loop.test_prefix import PAGES, Pair  # noqa: E402
 from worker.runners.synthetic import synthetic_config, synthetic_runner  # noqa: E402
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
+from worker.runners.tiny import write_tiny_checkpoint  # noqa: E402
 from worker.streams import make_streams  # noqa: E402
 from worker.streams.cuda import CudaStream, CudaStreams  # noqa: E402
 
@@ -59,7 +60,7 @@ def test_a_prefix_that_is_not_waited_for_gives_wrong_tokens(fence: str) -> None:
     assert shared(late_loads((fence,)), 64).rig.wrong()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_shared_prefix_changes_no_bit(family: str, dtype: str, tmp_path: Path) -> None:
     """A prompt of 500 tokens in chunks of 128, 384 of them from another request's host pages."""

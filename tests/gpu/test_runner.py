@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 from kernels.state import StepBatch  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
+from tests.support.checkpoints import LATENT  # noqa: E402
 from tests.support.oracle_rig import run_oracle  # noqa: E402
 from tests.support.prompts import TEXT, launch_prompt  # noqa: E402
 from tests.support.runner_rig import Rig  # noqa: E402
@@ -26,7 +27,7 @@ from worker.group.exchange import Alike  # noqa: E402
 from worker.runners.base import PromptPart, StepOutputs  # noqa: E402
 from worker.runners.sampling import sample  # noqa: E402
 from worker.runners.synthetic import synthetic_config, synthetic_runner  # noqa: E402
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
+from worker.runners.tiny import write_tiny_checkpoint  # noqa: E402
 from worker.runners.transformers_dsa import TransformersRunner  # noqa: E402
 
 ROWS = 4
@@ -77,7 +78,7 @@ def rig_of(runner: TransformersRunner, tokens: int, *, graphs: bool = True, seed
 # ---------------------------------------------------------------- against generate()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_float32_tokens_are_those_of_generate(place: Path, family: str) -> None:
     """2,100 tokens of prompt, gathered prefill, a hot buffer of 1/8 of it, graphs; TF32 is off by default in torch."""
     path, prompt, tokens = checkpoint(family, 128, place), list(TEXT[:2_100]), 96
@@ -91,7 +92,7 @@ def test_float32_tokens_are_those_of_generate(place: Path, family: str) -> None:
     assert 0.2 < rig.hit_rate() < 0.8
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_bfloat16_logits_are_as_near_float32_as_the_library(place: Path, family: str) -> None:
     """Rounding moves logits by tenths, and by ones where it turns the indexer's selection: so no token is compared."""
     path, text, tokens = checkpoint(family, 128, place), list(TEXT[:1_064]), 64
@@ -114,7 +115,7 @@ def library_logits(path: Path, tokens: list[int], dtype: str) -> Tensor:
 # ---------------------------------------------------------------- bits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "fp8"), ("bfloat16", "auto"), ("bfloat16", "fp8")])
 def test_tokens_ignore_hot_sizes_and_graphs(place: Path, family: str, dtype: str, kv_dtype: str) -> None:
     runner, prompt, tokens = runner_of(checkpoint(family, 32, place), dtype, kv_dtype), list(TEXT[:500]), 24
@@ -125,7 +126,7 @@ def test_tokens_ignore_hot_sizes_and_graphs(place: Path, family: str, dtype: str
         assert rig.hit_rate() < 0.9 or not hot_slots
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_tokens_ignore_hot_sizes_and_graphs_at_real_dimensions(family: str, kv_dtype: str) -> None:
     """Random weights, 2,500 tokens of context: some hundred more than the top-k, so that tokens are chosen."""
@@ -158,7 +159,7 @@ def test_rows_are_independent_or_deterministic_mode_is_refused(place: Path, dtyp
 # ---------------------------------------------------------------- launches
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "fp8")])
 def test_no_launch_waits_for_the_device(place: Path, family: str, dtype: str, kv_dtype: str) -> None:
     runner = runner_of(checkpoint(family, 32, place), dtype, kv_dtype)
@@ -173,7 +174,7 @@ def test_no_launch_waits_for_the_device(place: Path, family: str, dtype: str, kv
 
 
 @pytest.mark.parametrize("owner", [0, 1], ids=["owner", "guest"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_no_launch_of_a_split_unit_waits_for_the_device(place: Path, family: str, owner: int) -> None:
     """Launch a unit of rank 0 behind earlier rows: as the owner of the pass, and as the other rank."""
     path = checkpoint(family, 32, place)

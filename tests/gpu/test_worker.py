@@ -17,13 +17,14 @@ if not torch.cuda.is_available():
 
 from tests.gpu.delay import hold_back  # noqa: E402
 from tests.gpu.syncs import no_syncs  # noqa: E402
+from tests.support.checkpoints import LATENT  # noqa: E402
 from tests.support.fakes.hash_runner import SEPARATE, SHARED, FakeRunner  # noqa: E402
 from tests.support.worker_rig import SETTINGS, Logits, Rig  # noqa: E402
 from tests.worker.loop import test_executor as cpu  # noqa: E402
 from tests.worker.loop import test_fences as scenarios  # noqa: E402
 from tests.worker.loop import test_model as model  # noqa: E402
 from worker.loop.batch import Status  # noqa: E402
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint  # noqa: E402
+from worker.runners.tiny import write_tiny_checkpoint  # noqa: E402
 from worker.streams import Streams, make_streams  # noqa: E402
 from worker.streams.cuda import CudaStreams  # noqa: E402
 
@@ -152,7 +153,7 @@ def test_waits_are_measured() -> None:
 # ---------------------------------------------------------------- the real model classes
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=LATENT)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     write_tiny_checkpoint(path, request.param, index_topk=model.TOPK, context_max_tokens=2_048)

@@ -18,6 +18,7 @@ import trio
 
 from protocol.errors import CapacityError, WrongState
 from protocol.messages import AUTO, DIRECT, RequestRow, Sampling
+from tests.support.checkpoints import LATENT
 from tests.support.cluster_rig import (
     again_until,
     assert_nothing_leaked,
@@ -42,7 +43,6 @@ from tests.support.nodes_rig import (
     two_and_two,
 )
 from tests.worker.transfer.test_engines import why_absent
-from worker.runners.tiny import FAMILIES
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -59,7 +59,7 @@ SENT = ("PREFILLING", "TRANSFERRING", "PREFILLED")
 
 @pytest.fixture(scope="module")
 def model(run_dir: Path) -> Path:
-    return standing_model(run_dir, in_turn(FAMILIES))
+    return standing_model(run_dir, in_turn(LATENT))
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Final
 
 from tests.support.once import made_once
-from worker.families.table import FAMILIES
+from worker.families.table import FAMILIES, latent_names
 from worker.runners.tiny import write_tiny_checkpoint
 
+#: Names of the families with latent attention, which one kind of runner serves.
+LATENT: Final = tuple(latent_names())
 #: Names of the families whose tiny checkpoints have a draft layer.
 DRAFTING: Final = tuple(family.name for family in FAMILIES.values() if family.drafts)
 

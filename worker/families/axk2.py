@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from worker.families.base import MLP, Family, Module, TensorSpec, in_whole_vectors
+from worker.families.base import MLP, Module, TensorSpec, in_whole_vectors
+from worker.families.latent import LatentFamily
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +55,7 @@ def _sigmoid(gate: Tensor) -> Tensor:
     return in_whole_vectors(lambda values: values.sigmoid(), gate.float())
 
 
-class _AXK2(Family):
+class _AXK2(LatentFamily):
     def norm_tensors(self, config: Any, prefix: str, ahead_of: str) -> Iterator[TensorSpec]:
         if ahead_of == MLP:
             yield from super().norm_tensors(config, prefix, ahead_of)

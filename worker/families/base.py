@@ -1,24 +1,14 @@
 """A model family: the facts and hooks in which one differs from another.
 
-All families have multi-head latent attention over rows that a lightning indexer selects, RMS norms, and MLPs or
-mixtures of experts, as worker/runners/attention.py and worker/runners/layers.py compute them from the model library's
-modules. A family says in which names, sizes and steps it differs; every hook's default is the form of DeepSeek-V3.2.
-
-A layer, with the hooks in the order of their use:
-
-    residual (connection, read_residual) -> input norm (rms_of, gate_norm) -> q_a_proj, kv_a_proj -> query norm
-    -> query_input -> query_projection -> split_queries, gate_projection
-    -> selection (index_interleaves, index_rotates_last)
-    -> attention (interleaves, sinks) -> gate_attended -> o_proj, residual (write_residual, connection, read_residual)
-    -> norm ahead of the MLP (rms_of, gate_norm) -> MLP, or router (choice) and experts -> residual (write_residual)
-
-The residual is one stream of hidden states [N, S, hidden], or several side by side: [N, S, C * hidden].
-
-N batch, S tokens, H heads, k qk_head_dim, v v_head_dim, q q_lora_rank, C residual streams.
+`Family` has what sizes, loaders, checks and commands ask of each. Families with multi-head latent attention are
+LatentFamily (worker/families/latent.py), with the hooks of its runner. Every hook's default is the form of
+DeepSeek-V3.2.
 """
 
 from __future__ import annotations
 
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -27,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.expert_choice import ExpertChoice
+    from kernels.layout import Geometry
+    from kernels.row_bytes import KvKinds
 
 Module = Any  # modules of the model library, whose attributes are not typed
 
@@ -48,6 +39,31 @@ class TensorSpec(NamedTuple):
     keeps_float32: bool = False
 
 
+def product_tensors(prefix: str, rows: int, columns: int, has_bias: bool = False) -> Iterator[TensorSpec]:
+    """Yield the tensors of the product `prefix`, which FP8 repositories convert."""
+    yield TensorSpec(f"{prefix}.weight", (rows, columns), converts=True)
+    if has_bias:
+        yield TensorSpec(f"{prefix}.bias", (rows,))
+
+
+class TokenBytes(NamedTuple):
+    """Bytes that one token of a prompt takes on a GPU beside its hidden states, norms and experts."""
+
+    kept: int  # from layer to layer
+    unit: int  # while its block is in a layer
+    selecting: int
+    attending: int
+    row: int  # its KV and index key
+
+
+class Unfit(NamedTuple):
+    """A field of config.json whose value is not served, and what is."""
+
+    name: str
+    value: object
+    served: str
+
+
 def in_whole_vectors(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     """Return function(values) for an elementwise `function`, with the same bits whatever rows are beside a row of
     `values` [..., n]: on a CPU no row lies in the tail of a vector loop (worker/runners/layers.py)."""
@@ -60,8 +76,8 @@ def in_whole_vectors(function: Callable[[Tensor], Tensor], values: Tensor) -> Te
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Family:
-    """Facts of a family, and hooks with the defaults that the head of this file describes."""
+class Family(ABC):
+    """Facts of a family, and hooks of its config.json, weights and sizes."""
 
     model_type: str  # in config.json
     name: str  # of the family in commands, and of its first published model
@@ -71,14 +87,16 @@ class Family:
     #: Fields of config.json beside those of all families that are read, and values of others that are computed.
     read: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    without_effect: frozenset[str] = frozenset()
+    layer_kinds: tuple[str, ...]  # that each entry of `layer_types` may have
+    #: Sizes that shapes of weights follow from, and those that bytes of a row do, beside those of all families.
+    sizes: tuple[str, ...]
+    row_sizes: tuple[str, ...]
     #: Sizes among the fields that are read, which must be there; and numbers, which are above 0.
     widths: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     dense_layers: int = 3  # first_k_dense_replace of a config.json that leaves it out
-    interleaves: bool = True  # attention rotates neighbours; else halves
-    index_interleaves: bool  # the indexer rotates neighbours; else halves
-    index_rotates_last: bool = False  # the indexer rotates the last values of a head; else the first
-    reads_compressed: bool = False  # queries are made of more than the normed product of q_a_proj
+    quantizes: bool = True  # repositories in block-FP8 are served
     stacks_experts: bool = False  # repositories that are not quantized store a layer's experts in two tensors
     drafts: bool = True  # the draft layer of a repository, if there is one, is known
     unread: tuple[str, ...] = ()  # begin names of stored tensors that are left unread
@@ -102,16 +120,56 @@ class Family:
 
         return getattr(transformers, self.config_class)(**fields)
 
+    def fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a parsed config.json by the names that all families have, none in a part of its own."""
+        return dict(config)
+
+    def of_library(self, config: Any) -> Any:
+        """Return the part of the library's object of config.json that models are made of, with these names."""
+        return config
+
+    def published(self, config: Any) -> dict[str, Any]:
+        """Return the config.json of a config object of `config` or `of_library`."""
+        found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+        return found
+
+    def unfit(self, config: Mapping[str, Any]) -> Unfit | None:
+        """Return what `fields` hold that no list of values can tell."""
+        return None
+
     def shared_selections(self, layers: int, every: int) -> dict[str, Any]:
         """Return fields by which every `every`-th layer selects, where the family has layers that do not."""
         kinds = ["shared" if number % every else "full" for number in range(layers)]
         return {"indexer_types": kinds} if self.shares else {}
+
+    def selects(self, config: Any, layer: int) -> bool:
+        """Return whether `layer` selects for itself and has an indexer's weights, as the draft layer does."""
+        kinds = getattr(config, "indexer_types", None)
+        return not kinds or layer >= config.num_hidden_layers or kinds[layer] == "full"
+
+    # ---------------------------------------------------------------- memory
+
+    @abstractmethod
+    def geometry(self, config: Any, kinds: KvKinds, *, draft_layer: bool) -> Geometry:
+        """Return the shape of rows whose KV is kept in `kinds`. Raises ConfigError where that cannot be."""
+
+    @abstractmethod
+    def token_bytes(self, config: Any, value: int) -> TokenBytes:
+        """Return what prompts take in passes whose values have `value` bytes."""
+
+    def streams(self, config: Any) -> int:
+        """Return how many residual streams there are."""
+        return 1
 
     # ---------------------------------------------------------------- weights
 
     def norm_tensors(self, config: Any, prefix: str, ahead_of: str) -> Iterator[TensorSpec]:
         """Yield the tensors of a layer's norm `prefix` ahead of ATTENTION, MLP or EXPERTS."""
         yield TensorSpec(f"{prefix}.weight", (config.hidden_size,))
+
+    @abstractmethod
+    def attention_tensors(self, config: Any, prefix: str, *, selects: bool) -> Iterator[TensorSpec]:
+        """Yield the tensors of attention `prefix`, with those of its indexer if the layer `selects`."""
 
     def layer_tensors(self, config: Any, prefix: str) -> Iterator[TensorSpec]:
         """Yield tensors that layers `prefix` of this family alone have."""
@@ -121,92 +179,23 @@ class Family:
         """Yield tensors outside of layers that this family alone has."""
         yield from ()
 
-    def query_shape(self, config: Any) -> tuple[int, int]:
-        """Return the shape [rows, columns] of q_b_proj as it is stored."""
-        return config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim), config.q_lora_rank
+    def mlp_widths(self, config: Any) -> tuple[int, int]:
+        """Return the inner sizes of a dense layer's MLP, and of a layer's shared experts together."""
+        return config.intermediate_size, config.moe_intermediate_size * config.n_shared_experts
 
-    def kept_values(self, config: Any) -> int:
-        """Return how many values a token keeps beside its queries until its layer has attended."""
-        return 0
+    def stored_name(self, name: str) -> str:
+        """Return the name in a repository of the tensor that most families store as `name`."""
+        return name
 
     def module_name(self, stored: str) -> str:
         """Return the name that the model library's modules have for the tensor or product `stored`."""
         return stored
 
-    # ---------------------------------------------------------------- residual
-
-    def streams(self, config: Any) -> int:
-        """Return how many residual streams there are."""
-        return 1
-
-    def connection(self, owner: Module, ahead_of: str) -> Module | None:
-        """Return the module that reads the residual ahead of ATTENTION or MLP in the layer `owner`, or ahead of the
-        HEAD of the model `owner`; None where the residual is one stream, which is read as it is."""
+    def joined(self, stored: str) -> tuple[str, int] | None:
+        """Return the name of a tensor of twice as many rows, in which the library's modules hold the tensor `stored`,
+        and which half that is; None where they hold the tensor by itself."""
         return None
-
-    def read_residual(self, connection: Module, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what a norm takes of `residual` [N, S, C * hidden], [N, S, hidden], and by which shares
-        float32[N, S, C] what becomes of that is added to each stream. Rows stay apart."""
-        return residual, None
-
-    def write_residual(self, residual: Tensor, added: Tensor, shares: Tensor) -> Tensor:
-        """Return `residual` [N, S, C * hidden] and `added` [N, S, hidden] by the `shares` of `read_residual`."""
-        return residual + added
-
-    # ---------------------------------------------------------------- layers
-
-    def rms_of(self, norm: Module) -> Module:
-        """Return the RMS norm within a layer's norm; itself where nothing follows it."""
-        return norm
-
-    def gate_norm(self, norm: Module, normed: Tensor) -> Tensor:
-        """Return the output of `norm` for the output `normed` [..., hidden] of the RMS norm within. Rows stay apart
-        (`in_whole_vectors`)."""
-        return normed
-
-    def query_input(self, residual: Tensor, compressed: Tensor) -> Tensor:
-        """Return the input of the query projection, of the normed product `residual` [N, S, q] of q_a_proj and the
-        product itself. Asked where `reads_compressed`."""
-        return residual
-
-    def query_projection(self, attention: Module) -> Module:
-        """Return the module that is stored as q_b_proj."""
-        return attention.q_b_proj
-
-    def split_queries(self, attention: Module, product: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return queries [N, S, H, k] of the query projection's `product` [N, S, ...], and a gate, if there is one."""
-        return product.unflatten(-1, (-1, attention.qk_head_dim)), None
-
-    def gate_projection(self, attention: Module) -> Module | None:
-        """Return the module whose product with normed hidden states is the gate; None where `split_queries` has it, if
-        there is one."""
-        return None
-
-    def sinks(self, attention: Module) -> Tensor | None:
-        """Return a logit float32[H] for each head that no row has, if there are any (kernels/attention.py)."""
-        return None
-
-    def gate_attended(self, attended: Tensor, gate: Tensor) -> Tensor:
-        """Return the input of o_proj for attention's output [N, S, H * v] and its `gate`. Rows stay apart."""
-        return attended
 
     def expert_limit(self, config: Any) -> float:
         """Return what a routed expert cuts its products of gate, from above, and of up, to either side, to."""
         return inf
-
-    def choice(self, router: Module) -> ExpertChoice | None:
-        """Return how a router chooses experts; None where kernels do not choose so, and the library's router runs."""
-        from kernels.expert_choice import ExpertChoice
-
-        return ExpertChoice.of(router)
-
-    # ---------------------------------------------------------------- tiny checkpoints
-
-    def queries_of(self, attention: Module) -> Tensor:
-        """Return the weights [H, k, q] that make queries of the normed product of q_a_proj: a view."""
-        found: Tensor = attention.q_b_proj.weight.view(attention.num_heads, attention.qk_head_dim, -1)
-        return found
-
-    def shape(self, model: Module, normal: Callable[..., Tensor]) -> None:
-        """Draw, by `normal` (torch.randn with a generator), the weights of a library's `model` that have one dimension,
-        are no norms, and would change nothing as the library makes them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from worker.families.base import Family
+from worker.families.latent import LatentFamily
 
 #: The published repository has none. Tokens of a tiny checkpoint are bytes, so that no special token shows its format.
 _TEMPLATE: Final = """\
@@ -36,7 +36,7 @@ string="{{ 'true' if value is string else 'false' }}">{{ value if value is strin
 {{ '<think>' if thinking is defined and thinking else '</think>' }}
 """
 
-DEEPSEEK_V32: Final = Family(
+DEEPSEEK_V32: Final = LatentFamily(
     model_type="deepseek_v32",
     name="deepseek-v3.2",
     config_class="DeepseekV32Config",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from worker.families.base import SHARING, Family
+from worker.families.base import SHARING
+from worker.families.latent import LatentFamily
 
 #: In the form of the published template.
 _TEMPLATE: Final = """\
@@ -29,7 +30,7 @@ Call one as <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></t
 <|assistant|>{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}
 """
 
-GLM_MOE_DSA: Final = Family(
+GLM_MOE_DSA: Final = LatentFamily(
     model_type="glm_moe_dsa",
     name="glm-5",
     config_class="GlmMoeDsaConfig",

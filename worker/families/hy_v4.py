@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from worker.families.base import ATTENTION, HEAD, Family, Module, TensorSpec, in_whole_vectors
+from worker.families.base import ATTENTION, HEAD, Module, TensorSpec, in_whole_vectors
+from worker.families.latent import LatentFamily
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ def _weights(logits: Tensor) -> Tensor:
     return in_whole_vectors(lambda values: values.sigmoid(), logits)
 
 
-class _HYV4(Family):
+class _HYV4(LatentFamily):
     def layer_tensors(self, config: Any, prefix: str) -> Iterator[TensorSpec]:
         heads, attention = config.num_attention_heads, f"{prefix}.self_attn"
         shape = heads * config.v_head_dim, config.hidden_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 from protocol.errors import ConfigError
@@ -10,14 +11,23 @@ from worker.families.base import Family
 from worker.families.deepseek_v32 import DEEPSEEK_V32
 from worker.families.glm_moe_dsa import GLM_MOE_DSA
 from worker.families.hy_v4 import HY_V4
+from worker.families.latent import LatentFamily
+from worker.families.minimax_m3 import MINIMAX_M3
 
 #: By model_type.
-FAMILIES: Final[dict[str, Family]] = {family.model_type: family for family in (DEEPSEEK_V32, GLM_MOE_DSA, AXK2, HY_V4)}
+FAMILIES: Final[dict[str, Family]] = {
+    family.model_type: family for family in (DEEPSEEK_V32, GLM_MOE_DSA, AXK2, HY_V4, MINIMAX_M3)
+}
 
 
 def names() -> list[str]:
     """Return the names of all families."""
     return [family.name for family in FAMILIES.values()]
+
+
+def latent_names() -> list[str]:
+    """Return the names of the families with latent attention."""
+    return [family.name for family in FAMILIES.values() if isinstance(family, LatentFamily)]
 
 
 def models() -> list[str]:
@@ -32,6 +42,25 @@ def family_of(config: Any) -> Family:
         return FAMILIES[kind]
     remedy = f"use one of {', '.join(FAMILIES)}"
     raise ConfigError("is not served", field="config.json model_type", value=kind, remedy=remedy)
+
+
+def latent_family_of(config: Any) -> LatentFamily:
+    """Return the family of `config` if the runner of latent attention serves it. Raises ConfigError."""
+    family = family_of(config)
+    if isinstance(family, LatentFamily):
+        return family
+    served = ", ".join(kind for kind, one in FAMILIES.items() if isinstance(one, LatentFamily))
+    text = f"{family.name} is not served yet: its repositories are checked and sized"
+    raise ConfigError(text, field="config.json model_type", value=config.model_type, remedy=f"use one of {served}")
+
+
+def library_config(path: str | Path) -> Any:
+    """Return the model library's config object of a config.json, or of a directory with one, as models are made of it.
+    Raises what the library does."""
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(path)
+    return family_of(found).of_library(found)
 
 
 def family_named(name: str) -> Family:

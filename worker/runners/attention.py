@@ -39,7 +39,8 @@ from kernels.encode import encode
 from kernels.routing import add_parts
 from kernels.row_format import RowFormat
 from kernels.row_target import Angles, RowTarget
-from worker.families.base import Family, Module
+from worker.families.base import Module
+from worker.families.latent import LatentFamily
 from worker.weights.memory import WeightMemory
 from worker.weights.modules import Activations, joined_of, make_codes_for, product, products
 
@@ -157,7 +158,7 @@ def normed(norm: Module, values: Tensor) -> Tensor:
 
 
 def normed_rows(
-    norm: Module, values: Tensor, member: Module | None, family: Family, connection: Module | None = None
+    norm: Module, values: Tensor, member: Module | None, family: LatentFamily, connection: Module | None = None
 ) -> Activations:
     """A norm of the library's, which may have more than its RMS norm, for products with `member` and others; of what a
     `connection` reads of the residual `values`, where it is given."""
@@ -182,7 +183,7 @@ def join_normed(
     member: Module | None = None,
     into: Tensor | None = None,
     *,
-    family: Family,
+    family: LatentFamily,
     shares: Tensor | None = None,
     connection: Module | None = None,
 ) -> tuple[Tensor, Activations | None]:
@@ -219,7 +220,7 @@ def _join_streams(
     also: Tensor | Codes | None,
     member: Module | None,
     into: Tensor | None,
-    family: Family,
+    family: LatentFamily,
     shares: Tensor,
     connection: Module | None,
 ) -> tuple[Tensor, Activations | None]:
@@ -250,7 +251,7 @@ def _copy_rows(rows: Tensor, target: Tensor | Codes) -> None:
         target.copy_(rows)
 
 
-def compress(attention: Module, hidden: Activations, family: Family) -> Compressed:
+def compress(attention: Module, hidden: Activations, family: LatentFamily) -> Compressed:
     """Of normed hidden states [N, S, hidden]."""
     members = [attention.q_a_proj, attention.kv_a_proj_with_mqa]
     if attention.indexer is not None:
@@ -273,7 +274,7 @@ def project(
     sin: Tensor,
     target: RowTarget | None = None,
     *,
-    family: Family,
+    family: LatentFamily,
 ) -> Projected:
     """Queries and KV rows of N x S tokens at the positions of cos, sin [N, S, d]. Rows go to `target` where launches
     are joined."""

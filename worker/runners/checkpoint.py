@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from kernels.layout import Geometry
-from kernels.row_bytes import KvKinds, index_key_shape, kv_row_shape
+from kernels.row_bytes import KvKinds
 from protocol.byte_sizes import AUTO
 from protocol.errors import ConfigError, HiSparseError
 from protocol.messages import EOS_IDS_MAX, ModelInfo
@@ -20,7 +20,7 @@ from protocol.settings import WorkerSettings
 from protocol.small_files import read_json_object
 from protocol.tokenizer_files import TokenizerFile
 from worker.families.base import SHARING
-from worker.families.table import FAMILIES
+from worker.families.table import FAMILIES, family_of, library_config
 from worker.weights.config_fields import check_fields, unserved
 from worker.weights.dimensions import VOCAB_MAX, check_dimensions
 from worker.weights.layout import BYTES, require_draft_layer
@@ -30,11 +30,8 @@ from worker.weights.shards import Shards
 
 #: Files of a checkpoint that are read: configurations, weights, tokenizers, chat templates.
 READ_SUFFIXES: Final = (".json", ".safetensors", ".jinja", ".model", ".txt")
-#: Fields of config.json that sizes follow from.
-DIMENSIONS: Final = (
-    *("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "index_topk"),
-    *("max_position_embeddings", "vocab_size"),
-)
+#: Fields that sizes follow from, beside those of a family.
+DIMENSIONS: Final = ("num_hidden_layers", "index_topk", "max_position_embeddings", "vocab_size")
 #: Bytes hashed at both ends of each weights file: its header, and enough values to tell two seeds apart.
 FINGERPRINT_BYTES: Final = 64 * 1024
 #: Of the model library's words in an error.
@@ -42,8 +39,9 @@ ERROR_CHARS_MAX: Final = 300
 
 
 def read_config(path: str | Path, *, with_weights: bool = True) -> dict[str, Any]:
-    """config.json of a checkpoint that can be served. Raises ConfigError, for its files of weights too unless they are
-    read later or not at all (`with_weights`)."""
+    """The fields of config.json of a checkpoint that can be served, by the names that all families have (`fields` of
+    worker/families/base.py). Raises ConfigError, for its files of weights too unless they are read later or not at all
+    (`with_weights`)."""
     if not str(path):
         raise _refusal("no checkpoint is named", path, "pass its directory, as in --model PATH")
     _check_permissions(Path(path))
@@ -53,6 +51,7 @@ def read_config(path: str | Path, *, with_weights: bool = True) -> dict[str, Any
     config = read_json_object(file, FIELD)
     if reason := unserved(config):
         raise _refusal(reason, path, f"use one of {', '.join(FAMILIES)}")
+    config = FAMILIES[config["model_type"]].fields(config)
     read_quantization(config, file)
     _check_values(config, file, FIELD)
     _eos_token_ids(path, config.get("eos_token_id"), config.get("vocab_size") or VOCAB_MAX)
@@ -70,12 +69,13 @@ def read_dimensions(path: str | Path) -> Any:
     config = read_json_object(file, "config")
     if reason := unserved(config):
         raise _unfit(reason, path, f"use one of {', '.join(FAMILIES)}")
-    _check_values(config, file, "config")
     family = FAMILIES[config["model_type"]]
+    config = family.fields(config)
+    _check_values(config, file, "config")
     leaves = family.shares and (family.shares_by_default or SHARING & config.keys())
     if leaves and not config.get("indexer_types"):
         return read_by_library(file)
-    missing = [name for name in DIMENSIONS if not isinstance(config.get(name), int)]
+    missing = [name for name in (*DIMENSIONS, *family.row_sizes) if not isinstance(config.get(name), int)]
     if missing:
         raise _unfit(f"has no {', no '.join(missing)}", path, "pass the config.json of the whole model")
     return SimpleNamespace(**config)
@@ -141,30 +141,11 @@ def geometry_of(config: Any, kinds: KvKinds | str, *, draft_layer: bool = False)
     Raises ConfigError when rows do not fit it, when the first layer has no indexer to share, or when the model has no
     draft layer.
     """
-    if isinstance(kinds, str):
-        kinds = KvKinds(kinds, kinds)
-    sharing = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
-    if sharing[0] != "full":
-        raise ConfigError(
-            "the first layer has no selection to share",
-            field="indexer_types",
-            value=sharing,
-            remedy="start with a full layer",
-        )
-    groups, group = [], -1
-    for kind in sharing[: config.num_hidden_layers]:
-        group += kind == "full"
-        groups.append(group)
     if draft_layer:
         require_draft_layer(config)
-        groups.append(group + 1)
-    return Geometry(
-        layers=len(groups),
-        row_bytes=kv_row_shape(kinds.rows, config.kv_lora_rank, config.qk_rope_head_dim).row_bytes,
-        group_of_layer=tuple(groups),
-        index_row_bytes=index_key_shape(kinds.keys, config.index_head_dim).row_bytes,
-        topk=config.index_topk,
-    )
+    if isinstance(kinds, str):
+        kinds = KvKinds(kinds, kinds)
+    return family_of(config).geometry(config, kinds, draft_layer=draft_layer)
 
 
 def fingerprint(path: str | Path) -> str:
@@ -239,7 +220,7 @@ def library_refusals(path: str | Path, field: str) -> Iterator[None]:
 def read_by_library(file: Path) -> Any:
     """The model library's config object of a config.json, or of a directory with one. Raises ConfigError."""
     try:
-        from transformers import AutoConfig
+        import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise _unfit(
             f"what config.json leaves to the model library needs the package {error.name}",
@@ -247,7 +228,7 @@ def read_by_library(file: Path) -> Any:
             "pip install 'hisparse[worker]'",
         ) from error
     with library_refusals(file, "config"):
-        return AutoConfig.from_pretrained(file)
+        return library_config(file)
 
 
 def _check_permissions(path: Path) -> None:

@@ -43,7 +43,7 @@ from protocol.config_checks import SEATS_MAX
 from protocol.units import pages_for
 from worker.device.step_rows import StepRows
 from worker.families.base import ATTENTION, HEAD, MLP, VECTOR_FLOATS, Module
-from worker.families.table import family_of
+from worker.families.table import latent_family_of
 from worker.group.exchange import Alike, Exchange
 from worker.runners import attention as mla
 from worker.runners.experts import Over, experts_for, gated_mlp, hold_share, padding, routed
@@ -120,7 +120,7 @@ class Layers:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         config = model.config
-        self.family = family = family_of(config)
+        self.family = family = latent_family_of(config)
         self.streams = family.streams(config)  # of the residual
         self._wide_head = keeps_exact(model, "lm_head")  # logits are products in float32
         self.rows = kv_row_format_of(geometry.row_bytes, config.kv_lora_rank, config.qk_rope_head_dim)

@@ -30,7 +30,6 @@ of absorbed decoding and of the library's generate() differ by 5e-6 in the media
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +39,10 @@ import torch
 from torch import Tensor
 
 from kernels.block_weight import BlockFp8
-from worker.families.base import Family, TensorSpec
+from worker.families.base import TensorSpec
+from worker.families.latent import LatentFamily
 from worker.families.table import family_of
-from worker.weights.layout import EXPERT, stored_tensors
+from worker.weights.layout import EXPERT, PROJECTIONS, stored_tensors
 from worker.weights.model import append_draft_layer
 from worker.weights.writing import SHARD_BYTES, quantize_blocks, write_repository
 
@@ -52,6 +52,8 @@ PRINTABLE: Final = (10, *range(32, 127))
 #: Attention logits per standard deviation of query . key, were the key's rope part no larger than the rest.
 SHARPNESS: Final = 10.0
 ROPE_GAIN: Final = 2.5
+#: Likewise where blocks are selected by their best tokens, which differ less than tokens do.
+BLOCK_SHARPNESS: Final = 80.0
 #: Shares of the common component: in embeddings, and of its direction in queries.
 EMBEDDING_COMMON: Final = 0.7
 QUERY_COMMON: Final = 0.6
@@ -98,21 +100,49 @@ def _shape(model: Any, generator: torch.Generator, *, predictable: bool) -> None
     common, family = normal(model.config.hidden_size), family_of(model.config)
     embedding = model.model.embed_tokens.weight
     embedding.copy_(_mix(EMBEDDING_COMMON, common, normal(*embedding.shape)))
+    if isinstance(family, LatentFamily):
+        _shape_latent(model.model.layers, common, family, normal)
+        family.shape(model, normal)
+    else:
+        for layer in model.model.layers:
+            _shape_grouped(layer.self_attn, common, normal)
+    if predictable:
+        _let_one_layer_lead(model.model.layers)
+    _shape_head(model, common, generator)
+
+
+def _shape_latent(layers: Any, common: Tensor, family: LatentFamily, normal: Normal) -> None:
     anchor = None
-    for layer in model.model.layers:
+    for layer in layers:
         if layer.self_attn.indexer is not None:
             anchor = layer
             _shape_attention(layer.self_attn, common, family, normal)
             _shape_indexer(layer.self_attn, common, family)
         else:
             _follow(layer.self_attn, anchor, family)
-    family.shape(model, normal)
-    if predictable:
-        _let_one_layer_lead(model.model.layers)
-    _shape_head(model, common, generator)
 
 
-def _shape_attention(attention: Any, common: Tensor, family: Family, normal: Normal) -> None:
+def _shape_grouped(attention: Any, common: Tensor, normal: Normal) -> None:
+    """One key for all KV heads, in which rope dominates, and a query for each of them, both of them the indexer's too;
+    values of their own. Norms of queries make attention sharp: they are stored as what is added to 1."""
+    size, hidden, rotary = attention.head_dim, len(common), attention.config.rotary_dim
+    key, values = attention.k_proj.weight, attention.v_proj.weight
+    _forget(key, common)
+    _forget(values, common)
+    key[:rotary] *= ROPE_GAIN
+    key.view(-1, size, hidden)[1:] = key[:size]
+    groups = len(key) // size
+    static = torch.outer(normal(groups * size), common / common.norm())
+    queries = _mix(QUERY_COMMON, static, normal(groups * size, hidden)) / math.sqrt(hidden)
+    each = attention.num_key_value_groups
+    attention.q_proj.weight.copy_(queries.view(groups, 1, size, hidden).expand(-1, each, -1, -1).flatten(0, 2))
+    attention.q_norm.weight.fill_(BLOCK_SHARPNESS - 1)
+    if attention.indexer is not None:
+        attention.indexer.q_proj.weight.copy_(queries)
+        attention.indexer.k_proj.weight.copy_(key[:size])
+
+
+def _shape_attention(attention: Any, common: Tensor, family: LatentFamily, normal: Normal) -> None:
     """One query for all heads, over one key: a nope part made of the latent, and a larger rope part."""
     heads, nope, rank = attention.num_heads, attention.qk_nope_head_dim, attention.q_lora_rank
     down = attention.kv_a_proj_with_mqa.weight
@@ -127,7 +157,7 @@ def _shape_attention(attention: Any, common: Tensor, family: Family, normal: Nor
     family.queries_of(attention).copy_(query.expand(heads, -1, -1) * (SHARPNESS / math.sqrt(rank)))
 
 
-def _shape_indexer(attention: Any, common: Tensor, family: Family) -> None:
+def _shape_indexer(attention: Any, common: Tensor, family: LatentFamily) -> None:
     """The queries and the key of `attention`, rope part where the indexer has it."""
     indexer, nope, latent = attention.indexer, attention.qk_nope_head_dim, attention.kv_lora_rank
     rotary, order = torch.arange(indexer.qk_rope_head_dim), -1 if family.index_rotates_last else 1
@@ -146,7 +176,7 @@ def _shape_indexer(attention: Any, common: Tensor, family: Family) -> None:
     weights[opposite].neg_()
 
 
-def _follow(attention: Any, anchor: Any, family: Family) -> None:
+def _follow(attention: Any, anchor: Any, family: LatentFamily) -> None:
     """Make a layer that shares a selection attend by the same queries and keys, to values of its own; and make its
     anchor change the residual little, so that they stay the same."""
     source = anchor.self_attn
@@ -221,7 +251,7 @@ class _Weights:
 
     def __init__(self, model: Any, *, powers_of_two: bool) -> None:
         self._state: dict[str, Tensor] = model.state_dict()
-        self._module_name = family_of(model.config).module_name
+        self._family = family_of(model.config)
         self._powers_of_two = powers_of_two
 
     def plain(self, spec: TensorSpec, first: int, count: int) -> Tensor:
@@ -239,10 +269,12 @@ class _Weights:
 
     def _weight(self, spec: TensorSpec) -> Tensor:
         found = EXPERT.match(spec.name)
+        if found is None and (joined := self._family.joined(spec.name)) is not None:
+            return self._state[self._family.module_name(joined[0])].chunk(2)[joined[1]]
         if found is None:
-            return self._state[self._module_name(spec.name)]
-        prefix, expert, projection = found.groups()
-        if projection == "down_proj":
+            return self._state[self._family.module_name(spec.name)]
+        prefix, expert = self._family.module_name(found[1]), found[2]
+        if (projection := PROJECTIONS.get(found[3], found[3])) == "down_proj":
             return self._state[f"{prefix}.down_proj"][int(expert)]
         gate, up = self._state[f"{prefix}.gate_up_proj"][int(expert)].chunk(2)
         return gate if projection == "gate_proj" else up
@@ -251,7 +283,7 @@ class _Weights:
 def write_weights(path: Path, model: Any, *, fp8: bool, powers_of_two: bool) -> None:
     """Write the repository of `model` in the published layout, in FP8 in shards of 1 MiB: a weight and its scales
     may lie in two."""
-    about = json.loads(model.config.to_json_string(use_diff=False))
+    about = family_of(model.config).published(model.config)
     source, specs = _Weights(model, powers_of_two=powers_of_two), stored_tensors(model.config, fp8=fp8)
     stored: Any = {"fp8": fp8, "powers_of_two": powers_of_two, "shard_bytes": 1 << 20 if fp8 else SHARD_BYTES}
     write_repository(path, about, specs, source, dtype=torch.float32, **stored)

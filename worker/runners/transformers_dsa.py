@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 import msgspec
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from kernels.attention import prepare_attention
 from kernels.encode import prepare_encode
@@ -57,6 +57,7 @@ from worker.device.passes import PassUnit
 from worker.device.sizing import require_weights_fit
 from worker.device.step_rows import StepRows, rows_max
 from worker.families.base import Module
+from worker.families.table import latent_family_of, library_config
 from worker.group.exchange import Collectives, Exchange
 from worker.keeper.memory import KeptMemory, TableDiffersError, find_memory
 from worker.keeper.messages import TABLE_VERSION, WeightsIdentity
@@ -224,6 +225,7 @@ class TransformersRunner:
         """
         began = time.monotonic()
         config, draft_layer = read_config(path, with_weights=False), draft_tokens > 0
+        latent_family_of(SimpleNamespace(**config))
         tokenizer = read_tokenizer(path)
         torch_dtype = _torch_dtype(dtype, config)
         keeps = torch.device(device).type == "cuda" if keeps_fp8 is None else keeps_fp8
@@ -253,7 +255,7 @@ class TransformersRunner:
                     "no weights that can be mapped", field="keeper", value=keeper, remedy="see the line before"
                 )
             if torch.device(device).type == "cuda":
-                block, about = quantization.block if quantization else None, AutoConfig.from_pretrained(path)
+                block, about = quantization.block if quantization else None, library_config(path)
                 name, ranks = _dtype_name(torch_dtype), collectives.size if collectives is not None else 1
                 held = weights_bytes(about, name, block, on_gpu=True, experts=share, draft_layer=draft_layer)
                 require_weights_fit(
@@ -841,7 +843,7 @@ def _own(prompts: PromptPass) -> ModelPass:
 def _share_of(path: str | Path, collectives: Collectives | None) -> ExpertShare | None:
     if collectives is None:
         return None
-    return ExpertShare.of(collectives.rank, collectives.size, AutoConfig.from_pretrained(path).n_routed_experts)
+    return ExpertShare.of(collectives.rank, collectives.size, library_config(path).n_routed_experts)
 
 
 def _round_rows(config: Any, rows: int, *, deterministic: bool) -> int:

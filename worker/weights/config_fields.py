@@ -40,8 +40,6 @@ FIXED: Final[Mapping[str, tuple[object, ...]]] = {
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }
-#: Kinds that each entry of `layer_types` may have: all layers select.
-LAYER_KINDS: Final = ("indexed_attention", "deepseek_sparse_attention")
 #: Why each of these fields changes no token.
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     **dict.fromkeys(("head_dim", "qk_head_dim"), "follows from qk_rope_head_dim and qk_nope_head_dim"),
@@ -69,7 +67,6 @@ ROPE_FIELDS: Final = frozenset(
 #: Other families with learned selection, by `model_type`: what each computes that is not implemented.
 NOT_SERVED: Final[Mapping[str, str]] = {
     "mistral_large4": "layers that reuse another layer's latent, and layers without rotation",
-    "minimax_m3_vl": "keys and values of four heads, selected in blocks for each of them",
     "deepseek_v4": "compressed keys, one head of 512 values and a window beside them",
     "deepseek_v41": "rows that few layers write and others share, and selection in two levels",
     "glm5_next": "layers with a recurrent state, and index keys that are pooled",
@@ -95,31 +92,31 @@ def check_fields(config: Mapping[str, Any], file: str, field: str) -> None:
     """Raise ConfigError, with `file` as the value of `field`, where `config` of a served family asks for arithmetic
     that is not computed: by the value of a field, or by a field that no list names."""
     family = FAMILIES[config["model_type"]]
-    fixed = {**FIXED, **family.fixed}
+    fixed = {name: values for name, values in {**FIXED, **family.fixed}.items() if name not in family.read}
     present = {name: value for name, value in config.items() if value is not None}
-    known = READ | family.read | fixed.keys() | WITHOUT_EFFECT.keys() | {"layer_types"}
+    idle = WITHOUT_EFFECT.keys() | family.without_effect
+    known = READ | family.read | fixed.keys() | idle | {"layer_types"}
     if unknown := sorted(name for name in present.keys() - known if present[name] is not False):
         raise _unknown(unknown, file, field)
     for name, values in fixed.items():
         if name in present and present[name] not in values:
             raise _unfit(name, present[name], values, file, field)
-    heads, pairs = present.get("num_attention_heads"), present.get("num_key_value_heads")
-    if heads is not None and pairs is not None and heads != pairs:
-        raise _unfit("num_key_value_heads", pairs, (heads,), file, field)
-    kinds = present.get("layer_types", ())
-    if other := [kind for kind in kinds if kind not in LAYER_KINDS] if isinstance(kinds, (list, tuple)) else [kinds]:
-        raise _unfit("layer_types", other[0], LAYER_KINDS, file, field)
+    kinds, served = present.get("layer_types", ()), family.layer_kinds
+    if other := [kind for kind in kinds if kind not in served] if isinstance(kinds, (list, tuple)) else [kinds]:
+        raise _unfit("layer_types", other[0], served, file, field)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(present.get(name), Mapping):
-            _check_rope(name, present[name], file, field)
+            _check_rope(name, present[name], family.read, file, field)
+    if found := family.unfit(present):
+        raise _unfit(found.name, found.value, (found.served,), file, field)
 
 
-def _check_rope(name: str, rope: Mapping[str, Any], file: str, field: str) -> None:
+def _check_rope(name: str, rope: Mapping[str, Any], read: frozenset[str], file: str, field: str) -> None:
     present = {key: value for key, value in rope.items() if value is not None}
     if unknown := sorted(present.keys() - ROPE_FIELDS):
         raise _unknown([f"{name}.{key}" for key in unknown], file, field)
     for key, values in (("rope_type", ROPE_TYPES), ("type", ROPE_TYPES), ("partial_rotary_factor", (1,))):
-        if key in present and present[key] not in values:
+        if key in present and key not in read and present[key] not in values:
             raise _unfit(f"{name}.{key}", present[key], values, file, field)
 
 

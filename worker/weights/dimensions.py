@@ -29,6 +29,7 @@ BOUNDS: Final[dict[str, tuple[int, int]]] = {
     **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"), (1, EXPERTS_MAX)),
     "n_shared_experts": (0, EXPERTS_MAX),
     **dict.fromkeys(("index_topk", "max_position_embeddings"), (1, TOKENS_MAX)),
+    "index_local_blocks": (0, TOKENS_MAX),
     "vocab_size": (1, VOCAB_MAX),
 }
 #: Values of `indexer_types`: a layer runs the indexer, or uses the selection of the layer before it.
@@ -45,7 +46,7 @@ def check_dimensions(config: Mapping[str, Any], file: str, field: str) -> None:
     family's `numbers` are above 0, and `indexer_types`, if it is there, names a kind for each layer. A size of null is
     the model library's default."""
     family = FAMILIES.get(config.get("model_type", ""))
-    for name in (*BOUNDS, *(family.widths if family else ())):
+    for name in (*BOUNDS, *((*family.widths, *family.sizes) if family else ())):
         value, (least, most) = config.get(name), bounds_of(name)
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise _refusal(f"{name} {_shown(value)} is not a whole number from {least} to {most}", file, field)

@@ -31,22 +31,27 @@ from typing import Any, Final
 from kernels.expert_choice import CHOICE_BYTES, state_bytes
 from protocol.errors import ConfigError
 from protocol.messages import GROUP_SIZE_MAX
-from worker.families.base import ATTENTION, EXPERTS, MLP, Family, TensorSpec
+from worker.families.base import ATTENTION, EXPERTS, MLP, TensorSpec, product_tensors
 from worker.families.table import family_of
 from worker.weights.dimensions import bounds_of
+from worker.weights.quantization import require_quantizes
 
 SCALE_SUFFIX: Final = "_scale_inv"
 #: Weights that FP8 repositories convert: the products of attention, of its indexer, and of MLPs.
 CONVERTED: Final = re.compile(
     r"\.(q_a_proj|q_b_proj|q_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj|wq_b|wk|gate_proj|up_proj|down_proj)\.weight$"
 )
-EXPERT: Final = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
-LAYER: Final = re.compile(r"^model\.layers\.(\d+)\.")
-#: Fields that shapes follow from.
+EXPERT: Final = re.compile(
+    r"^((?:language_model\.)?model\.layers\.\d+\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\."
+    r"(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight$"
+)
+#: What some families call the projections of an expert.
+PROJECTIONS: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+LAYER: Final = re.compile(r"^(?:language_model\.)?model\.layers\.(\d+)\.")
+#: Fields that shapes follow from, beside those of a family.
 DIMENSIONS: Final = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "n_shared_experts", "n_routed_experts", "kv_lora_rank", "q_lora_rank"),
-    *("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim", "index_n_heads"),
+    *("num_attention_heads", "n_shared_experts", "n_routed_experts"),
 )
 #: Of the draft layer, those that it shares with the model.
 SHARED_BY_DRAFT: Final = ("embed_tokens.weight", "shared_head.head.weight")
@@ -114,25 +119,35 @@ def tensors_of(config: Any, experts: ExpertShare | None = None, *, draft_layer: 
 
     `config` has the fields of config.json as attributes. Raises ConfigError naming a field that is absent or unfit.
     """
-    _require_dimensions(config, (*DIMENSIONS, *family_of(config).widths))
+    family = family_of(config)
+    _require_dimensions(config, (*DIMENSIONS, *family.sizes, *family.widths))
     if draft_layer:
         require_draft_layer(config)
+    for spec in _tensors(config, experts or ExpertShare(0, config.n_routed_experts), draft_layer):
+        yield spec._replace(name=family.stored_name(spec.name), converts=spec.converts and family.quantizes)
+
+
+def _tensors(config: Any, experts: ExpertShare, draft_layer: bool) -> Iterator[TensorSpec]:
+    """Yield the tensors by the names of most families."""
     yield TensorSpec("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     for layer in range(config.num_hidden_layers):
-        yield from _layer(config, layer, experts or ExpertShare(0, config.n_routed_experts))
+        yield from _layer(config, layer, experts)
     yield TensorSpec("model.norm.weight", (config.hidden_size,))
     yield from family_of(config).model_tensors(config)
     yield TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size))
     if draft_layer:
-        yield from _draft_layer(config, experts or ExpertShare(0, config.n_routed_experts))
+        yield from _draft_layer(config, experts)
 
 
 def stored_tensors(config: Any, *, fp8: bool) -> Iterator[TensorSpec]:
     """Yield the tensors of a repository that is written here, the draft layer's among them, if there may be one.
 
-    Experts are stacked where the family stores them so; in FP8 each has tensors of its own.
+    Experts are stacked where the family stores them so; in FP8 each has tensors of its own. Raises ConfigError where no
+    FP8 repository of the family is served.
     """
     family = family_of(config)
+    if fp8:
+        require_quantizes(family, "fp8", "fp8")
     for spec in tensors_of(config, draft_layer=family.drafts):
         found = EXPERT.match(spec.name) if family.stacks_experts and not fp8 else None
         if found is None:
@@ -193,8 +208,7 @@ def has_float32_routers(config: Any) -> bool:
 
 def has_indexer(config: Any, layer: int) -> bool:
     """Whether `layer` selects for itself and has an indexer's weights, as the draft layer does."""
-    kinds = getattr(config, "indexer_types", None)
-    return not kinds or layer >= config.num_hidden_layers or kinds[layer] == "full"
+    return family_of(config).selects(config, layer)
 
 
 def weights_bytes(
@@ -259,29 +273,27 @@ def prompt_scratch_bytes(
     and behind the last layer states.
     Raises ConfigError naming a field that is absent or unfit.
     """
-    _require_dimensions(config, (*DIMENSIONS, "index_topk", "num_experts_per_tok"))
-    value, hidden, row = BYTES[dtype], config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim
     family = family_of(config)
-    state = hidden * family.streams(config)
-    kept = value * (state + 2 * config.qk_rope_head_dim) + 4 * config.index_topk + TOKEN_BYTES
-    query = sum(family.query_shape(config)) + config.num_attention_heads * row  # and against rows
-    index = 2 * config.index_n_heads * config.index_head_dim  # turned, and in the order of the kernel
-    selecting = rows_max * value * (query + index + hidden + 2 * row) + TOPK_SCRATCH_BYTES
-    attending = rows_max * value * config.num_attention_heads * (row + config.kv_lora_rank + config.v_head_dim)
+    _require_dimensions(config, (*DIMENSIONS, *family.sizes, "index_topk", "num_experts_per_tok"))
+    value, hidden = BYTES[dtype], config.hidden_size
+    token, state = family.token_bytes(config, value), hidden * family.streams(config)
+    kept = value * state + token.kept + TOKEN_BYTES
+    selecting = rows_max * token.selecting + TOPK_SCRATCH_BYTES
+    attending = rows_max * token.attending
     computing = value * max(_mlp_values(config, rows_max), _experts_values(config, rows_max, ranks))
     computing = max(computing, _quantized_experts_bytes(config, rows_max, ranks, value))
-    residual = rows_max * (value * (2 * state + hidden + family.kept_values(config)) + 4 * config.index_topk)
+    residual = rows_max * (value * (2 * state + hidden) + token.unit)
     gathering = 0
     if ranks > 1:
         gathered, sent = pass_tokens + ranks, ceil(pass_tokens / ranks)
-        residual += value * (gathered + sent + EARLIER_ROWS_MAX) * (row + config.index_head_dim) + TOPK_SCRATCH_BYTES
+        residual += (gathered + sent + EARLIER_ROWS_MAX) * token.row + TOPK_SCRATCH_BYTES
         gathering = value * state * (gathered + sent)
     return int(passes * pass_tokens * kept + residual + max(selecting, attending, computing, gathering))
 
 
 def _mlp_values(config: Any, rows: int) -> int:
     """Values that a layer without experts makes of `rows`: gate, up, their product, output."""
-    return int(rows * (3 * config.intermediate_size + config.hidden_size))
+    return int(rows * (3 * family_of(config).mlp_widths(config)[0] + config.hidden_size))
 
 
 def _experts_values(config: Any, rows: int, ranks: int) -> int:
@@ -311,19 +323,17 @@ def _layer(config: Any, number: int, experts: ExpertShare) -> Iterator[TensorSpe
     prefix, hidden, family = f"model.layers.{number}", config.hidden_size, family_of(config)
     ahead_of = EXPERTS if has_experts(config, number) else MLP
     yield from family.norm_tensors(config, f"{prefix}.input_layernorm", ATTENTION)
-    yield from _attention(config, f"{prefix}.self_attn", family)
+    yield from family.attention_tensors(config, f"{prefix}.self_attn", selects=has_indexer(config, number))
     yield from family.layer_tensors(config, prefix)
-    if has_indexer(config, number):
-        yield from _indexer(config, f"{prefix}.self_attn.indexer")
     yield from family.norm_tensors(config, f"{prefix}.post_attention_layernorm", ahead_of)
+    dense, shared = family.mlp_widths(config)
     if ahead_of == MLP:
-        yield from _mlp(f"{prefix}.mlp", hidden, config.intermediate_size)
+        yield from _mlp(f"{prefix}.mlp", hidden, dense)
         return
     yield TensorSpec(
         f"{prefix}.mlp.gate.weight", (config.n_routed_experts, hidden), keeps_float32=has_float32_routers(config)
     )
     yield TensorSpec(f"{prefix}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), keeps_float32=True)
-    shared = config.moe_intermediate_size * config.n_shared_experts
     yield from _mlp(f"{prefix}.mlp.shared_experts", hidden, shared)
     for expert in range(experts.first, experts.first + experts.count):
         yield from _mlp(f"{prefix}.mlp.experts.{expert}", hidden, config.moe_intermediate_size)
@@ -338,39 +348,13 @@ def _draft_layer(config: Any, experts: ExpertShare) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{prefix}.shared_head.norm.weight", (hidden,))
 
 
-def _attention(config: Any, prefix: str, family: Family) -> Iterator[TensorSpec]:
-    heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
-    has_bias = bool(getattr(config, "attention_bias", False))
-    yield from _product(f"{prefix}.q_a_proj", config.q_lora_rank, hidden, has_bias)
-    yield TensorSpec(f"{prefix}.q_a_layernorm.weight", (config.q_lora_rank,))
-    yield from _product(f"{prefix}.q_b_proj", *family.query_shape(config))
-    yield from _product(f"{prefix}.kv_a_proj_with_mqa", latent + config.qk_rope_head_dim, hidden, has_bias)
-    yield TensorSpec(f"{prefix}.kv_a_layernorm.weight", (latent,))
-    yield from _product(f"{prefix}.kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), latent)
-    yield from _product(f"{prefix}.o_proj", hidden, heads * config.v_head_dim, has_bias)
-
-
-def _indexer(config: Any, prefix: str) -> Iterator[TensorSpec]:
-    yield from _product(f"{prefix}.wq_b", config.index_n_heads * config.index_head_dim, config.q_lora_rank)
-    yield from _product(f"{prefix}.wk", config.index_head_dim, config.hidden_size)
-    yield TensorSpec(f"{prefix}.k_norm.weight", (config.index_head_dim,))
-    yield TensorSpec(f"{prefix}.k_norm.bias", (config.index_head_dim,))
-    yield TensorSpec(f"{prefix}.weights_proj.weight", (config.index_n_heads, config.hidden_size))
-
-
 def _mlp(prefix: str, hidden: int, inner: int) -> Iterator[TensorSpec]:
-    yield from _product(f"{prefix}.gate_proj", inner, hidden)
-    yield from _product(f"{prefix}.up_proj", inner, hidden)
-    yield from _product(f"{prefix}.down_proj", hidden, inner)
+    yield from product_tensors(f"{prefix}.gate_proj", inner, hidden)
+    yield from product_tensors(f"{prefix}.up_proj", inner, hidden)
+    yield from product_tensors(f"{prefix}.down_proj", hidden, inner)
 
 
-def _product(prefix: str, rows: int, columns: int, has_bias: bool = False) -> Iterator[TensorSpec]:
-    yield TensorSpec(f"{prefix}.weight", (rows, columns), converts=True)
-    if has_bias:
-        yield TensorSpec(f"{prefix}.bias", (rows,))
-
-
-def _require_dimensions(config: Any, names: tuple[str, ...] = DIMENSIONS) -> None:
+def _require_dimensions(config: Any, names: tuple[str, ...]) -> None:
     for name in names:
         value, (least, most) = getattr(config, name, None), bounds_of(name)
         if type(value) is not int or not least <= value <= most:

@@ -26,8 +26,8 @@ from kernels.block_weight import BlockFp8
 from protocol.logs import fields, logger
 from protocol.start_and_end import tell_step
 from worker.families.base import TensorSpec
-from worker.families.table import family_of
-from worker.weights.layout import EXPERT, ExpertShare, tensors_of
+from worker.families.table import family_of, library_config
+from worker.weights.layout import EXPERT, PROJECTIONS, ExpertShare, tensors_of
 from worker.weights.matching import TensorMatch, match
 from worker.weights.matmul import DECODED, Matmul
 from worker.weights.memory import OwnMemory, WeightMemory
@@ -65,9 +65,7 @@ def load_model(
     its halves to be made of, and has no values where those are there already. Raises ConfigError for files that do not
     make this model, before memory is taken. Host memory beyond the tensors is bounded (reading.py).
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path)
+    config = library_config(path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     memory = memory or OwnMemory(device)
@@ -144,7 +142,7 @@ class ModelTensors:
         experts: ExpertShare | None,
     ) -> None:
         self.model, self._memory, self._device, self._dtype = model, memory, device, dtype
-        self._module_name = family_of(model.config).module_name
+        self._family = family_of(model.config)
         self._keeps_kv_b = keeps_kv_b
         self._fp8, self._matmul = fp8, matmul
         config: Any = model.config
@@ -152,6 +150,7 @@ class ModelTensors:
         self._linears: dict[str, BlockLinear] = {}
         self._blocks: dict[str, BlockExperts] = {}
         self._stacks: dict[str, tuple[Tensor, Tensor]] = {}
+        self._joint: dict[str, Tensor] = {}  # what the library holds in one tensor, and repositories in two
 
     def reads(self, shards: Shards, matches: list[TensorMatch]) -> Iterator[Read]:
         """Memory for all tensors of `matches`, and what is to be read into it."""
@@ -185,6 +184,11 @@ class ModelTensors:
         return self._expert(*found.groups()) if found else self._module_tensor(spec, exact)
 
     def _module_tensor(self, spec: TensorSpec, exact: bool) -> Tensor:
+        if (joined := self._family.joined(spec.name)) is not None:
+            (name, half), (rows, *rest) = joined, spec.shape
+            if name not in self._joint:
+                self._joint[name] = self._module_tensor(spec._replace(name=name, shape=(2 * rows, *rest)), exact)
+            return self._joint[name][half * rows :][:rows]
         dtype = torch.float32 if spec.keeps_float32 or exact else self._dtype
         if spec.name.endswith(KV_B) and not self._keeps_kv_b:
             device = "meta" if self._memory.is_filled else self._device
@@ -228,7 +232,7 @@ class ModelTensors:
     def _expert(self, prefix: str, number: str, projection: str) -> Tensor:
         """The slice of the library's stacks: gate and up side by side in one, down in another."""
         if prefix not in self._stacks:
-            module: Any = self.model.get_submodule(prefix)
+            module: Any = self.model.get_submodule(self._family.module_name(prefix))
             pair = [
                 self._memory.empty(f"{prefix}.{name}", (self._share.count, *stack.shape[1:]), self._dtype)
                 for name, stack in (("gate_up_proj", module.gate_up_proj), ("down_proj", module.down_proj))
@@ -238,7 +242,8 @@ class ModelTensors:
             self._stacks[prefix] = (pair[0], pair[1])
         gate_up, down = (stack[int(number) - self._share.first] for stack in self._stacks[prefix])
         inner = gate_up.shape[0] // 2
-        return {"gate_proj": gate_up[:inner], "up_proj": gate_up[inner:], "down_proj": down}[projection]
+        parts = {"gate_proj": gate_up[:inner], "up_proj": gate_up[inner:], "down_proj": down}
+        return parts[PROJECTIONS.get(projection, projection)]
 
     def _expert_blocks(self, prefix: str, number: str, projection: str) -> BlockFp8:
         if prefix not in self._blocks:
@@ -253,7 +258,7 @@ class ModelTensors:
 
     def _module_of(self, name: str) -> tuple[nn.Module, str]:
         """Return the library's module that holds the stored tensor or product `name`, and what it is called there."""
-        parent, _, leaf = self._module_name(name).rpartition(".")
+        parent, _, leaf = self._family.module_name(name).rpartition(".")
         return self.model.get_submodule(parent), leaf
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 from protocol.errors import ConfigError
+from worker.families.base import Family
+from worker.families.table import family_of
 
 BLOCK: Final = (128, 128)
 POWERS_OF_TWO: Final = "ue8m0"
@@ -46,6 +49,8 @@ def read_quantization(config: Mapping[str, Any], where: object) -> Quantization 
     if not isinstance(found, Mapping):
         raise _refusal("is no object", "quantization_config", found, where)
     method = found.get("quant_method")
+    if "model_type" in config:
+        require_quantizes(family_of(SimpleNamespace(**config)), f"{where}: quantization_config.quant_method", method)
     if method != "fp8":
         raise _refusal(f"method {method} is not served", "quant_method", method, where)
     if found.get("fmt", "e4m3") != "e4m3":
@@ -62,6 +67,13 @@ def read_quantization(config: Mapping[str, Any], where: object) -> Quantization 
     if not isinstance(names, (list, tuple)) or not all(isinstance(it, str) for it in names):
         raise _refusal("is no list of names", "modules_to_not_convert", names, where)
     return Quantization(not_converted=tuple(names), powers_of_two=scale_format == POWERS_OF_TWO)
+
+
+def require_quantizes(family: Family, field: str, value: object) -> None:
+    """Raise ConfigError, for `value` of `field`, where quantized weights of `family` are not read."""
+    if not family.quantizes:
+        remedy = "use weights in bfloat16 or float32"
+        raise ConfigError(f"quantized weights of {family.name} are not served", field=field, value=value, remedy=remedy)
 
 
 def _refusal(message: str, name: str, value: object, where: object) -> ConfigError:

@@ -8,7 +8,6 @@ of two. The same seed writes the same bytes.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Any, Final
@@ -44,7 +43,7 @@ def write_synthetic(
     Raises ConfigError for a family that is not served, or sizes that its configuration refuses.
     """
     config = published_config(family, layers=layers, experts=experts)
-    about = json.loads(config.to_json_string(use_diff=False))
+    about = family_named(family).published(config)
     source = _Random(seed, powers_of_two=powers_of_two)
     return write_repository(
         Path(path),
@@ -68,15 +67,16 @@ def published_config(name: str, *, layers: int = 0, experts: int = 0) -> Any:
     wanted = {"num_hidden_layers": layers, "n_routed_experts": experts, "num_nextn_predict_layers": 1}
     chosen = {field: value for field, value in wanted.items() if value}
     if experts:
-        groups, least = math.gcd(default.n_group or 1, experts), default.num_experts_per_tok
+        routed = getattr(default, "n_group", None) or 1
+        groups, least = math.gcd(routed, experts), default.num_experts_per_tok
         if experts // groups < 2 or experts < least:
             raise ConfigError(
                 f"a token chooses {least} experts, from groups of at least two",
                 field="experts",
                 value=experts,
-                remedy=f"use a multiple of {2 * (default.n_group or 1)}, at least {least}",
+                remedy=f"use a multiple of {2 * routed}, at least {least}",
             )
-        if default.n_group:
+        if getattr(default, "n_group", None):
             chosen |= {"n_group": groups, "topk_group": min(groups, default.topk_group)}
     return family.config(**(dict(family.models[name]) | chosen))
 

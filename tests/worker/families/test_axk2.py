@@ -16,7 +16,8 @@ from tests.support.once import made_once
 from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
 from worker.families.axk2 import AXK2
-from worker.families.base import Family, in_whole_vectors
+from worker.families.base import in_whole_vectors
+from worker.families.latent import LatentFamily
 from worker.runners.attention import join_normed
 from worker.runners.checkpoint import geometry_of
 from worker.runners.tiny import tiny_config
@@ -43,7 +44,7 @@ def test_rows_of_the_light_model_have_the_bytes_of_their_values() -> None:
 def test_prompts_have_room_for_gates_and_both_forms_of_the_query_latent(monkeypatch: pytest.MonkeyPatch) -> None:
     config = published_config("a.x-k2")
     whole = prompt_scratch_bytes(config, 512, 8_192)
-    monkeypatch.setattr(type(AXK2), "kept_values", Family.kept_values)
+    monkeypatch.setattr(type(AXK2), "kept_values", LatentFamily.kept_values)
     assert whole - prompt_scratch_bytes(config, 512, 8_192) == 2 * 512 * (64 * 128 + 2 * 1_536)
 
 

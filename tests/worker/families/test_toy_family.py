@@ -25,8 +25,9 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from protocol.errors import ConfigError
 from tests.support.runner_rig import Rig
-from worker.families.base import Family, Module, TensorSpec
+from worker.families.base import Module, TensorSpec
 from worker.families.deepseek_v32 import DEEPSEEK_V32
+from worker.families.latent import LatentFamily
 from worker.families.table import FAMILIES
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.tiny_weights import random_model
@@ -101,7 +102,7 @@ class ToyForCausalLM(DeepseekV32ForCausalLM):  # type: ignore[misc]
 # ---------------------------------------------------------------- the family: what a module of worker/families holds
 
 
-class Toy(Family):
+class Toy(LatentFamily):
     def config(self, **fields: Any) -> ToyConfig:
         return ToyConfig(**fields)
 

@@ -16,13 +16,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from protocol.settings import WorkerSettings
+from tests.support.checkpoints import LATENT
 from tests.support.group_rig import Ask, Drawn, GroupRig
 from tests.support.history import in_turn
 from tests.support.once import made_once
 from tests.support.oracle_rig import run_oracle
 from tests.support.pairwise import pairwise
 from tests.support.prompts import TEXT
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.group, pytest.mark.process, pytest.mark.timeout(1_200)]
 
@@ -161,7 +162,7 @@ def spread(asks: list[Ask], size: int, first: int = 0) -> list[list[Ask]]:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_mixed_requests_get_the_tokens_of_generate(
     family: str, size: int, checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:

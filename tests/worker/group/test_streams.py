@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import tiny_checkpoint
+from tests.support.checkpoints import LATENT, tiny_checkpoint
 from tests.support.history import first_parent_commits, in_turn, seeds_of
 from tests.support.thread_ranks import run_ranks
 from tests.worker.group.test_ranks import SETTINGS, asks_of, spread
-from worker.runners.tiny import FAMILIES
 from worker.streams import Streams, make_streams
 
 pytestmark = pytest.mark.group
@@ -32,7 +31,7 @@ def streams_of(order: int, rank: int) -> Streams:
     return make_streams("simulated", seed=2 * order + rank)
 
 
-@pytest.mark.parametrize("family", [in_turn(FAMILIES)])
+@pytest.mark.parametrize("family", [in_turn(LATENT)])
 def test_no_order_that_fences_allow_changes_a_token_of_a_group(
     family: str, checkpoint_of: Callable[[str], Path]
 ) -> None:

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from protocol.settings import WorkerSettings
-from tests.support.checkpoints import tiny_checkpoint
+from tests.support.checkpoints import LATENT, tiny_checkpoint
 from tests.support.fakes.coordinator import Life
 from tests.support.history import dealt, in_turn
 from tests.support.oracle_rig import run_oracle
 from tests.support.pairwise import pairwise
 from tests.support.prompts import TEXT
 from tests.support.worker_rig import Logits, Rig
-from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import Streams, make_streams
 from worker.streams.cuda import CudaStreams
@@ -42,7 +41,7 @@ SIZES = ((64, 64, 64), (256, 256, 256), (128, 0, 64))
 PROMPTS = (TEXT[:300], TEXT[700:770], TEXT[1_000:1_500])
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=LATENT)
 def checkpoint(request: pytest.FixtureRequest, run_dir: Path) -> Path:
     return tiny_checkpoint(run_dir, request.param, index_topk=TOPK, context_max_tokens=2_048)
 
@@ -136,7 +135,7 @@ def resident(path: Path) -> tuple[list[list[int]], Logits, int]:
     return run(path, (0, 0, 0))
 
 
-@pytest.mark.parametrize(("checkpoint", "sizes"), dealt(FAMILIES, SIZES), indirect=["checkpoint"])
+@pytest.mark.parametrize(("checkpoint", "sizes"), dealt(LATENT, SIZES), indirect=["checkpoint"])
 def test_hot_sizes_change_no_token_or_bit(checkpoint: Path, sizes: tuple[int, ...]) -> None:
     tokens, logits, misses = run(checkpoint, sizes)
     assert misses > 0
@@ -146,7 +145,7 @@ def test_hot_sizes_change_no_token_or_bit(checkpoint: Path, sizes: tuple[int, ..
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "chunks", "hot_slots"), pairwise(FAMILIES, (1, 2, 3), (0, 64)), indirect=["checkpoint"]
+    ("checkpoint", "chunks", "hot_slots"), pairwise(LATENT, (1, 2, 3), (0, 64)), indirect=["checkpoint"]
 )
 def test_shared_prefix_changes_no_bit(checkpoint: Path, chunks: int, hot_slots: int) -> None:
     """A prompt of 500 tokens in chunks of 128 begins with host pages that another request has filled."""

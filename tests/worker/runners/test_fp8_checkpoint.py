@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.checkpoints import tiny_checkpoint
+from tests.support.checkpoints import LATENT, tiny_checkpoint
 from tests.support.history import in_turn
 from tests.support.oracle_rig import run_oracle
 from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
 from worker.runners import transformers_dsa
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny import write_tiny_checkpoint
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.matmul import Matmul
 
@@ -30,7 +30,7 @@ ROWS = 4
 def checkpoints(run_dir: Path) -> dict[str, Path]:
     """One of each family, with ragged blocks in every kind of weight; glm-5's scales are powers of two."""
     about = {"index_topk": 64, "fp8": True, "layers": 2}
-    return {family: tiny_checkpoint(run_dir, family, **about, powers_of_two=family == "glm-5") for family in FAMILIES}
+    return {family: tiny_checkpoint(run_dir, family, **about, powers_of_two=family == "glm-5") for family in LATENT}
 
 
 def generate(path: Path, prompt: list[int], tokens: int, dtype: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def greedy(runner: TransformersRunner, prompt: list[int], hot_slots: int, tokens
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("family", [in_turn(FAMILIES)])
+@pytest.mark.parametrize("family", [in_turn(LATENT)])
 def test_tokens_are_those_of_the_library_on_decoded_weights(checkpoints: dict[str, Path], family: str) -> None:
     prompt, tokens = list(TEXT[:600]), 32
     theirs = generate(checkpoints[family], prompt, tokens, "float32")
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_library_on_decoded_weights(checkpoints: dict[st
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("family", [in_turn(FAMILIES)])
+@pytest.mark.parametrize("family", [in_turn(LATENT)])
 def test_tokens_of_w8a8_are_those_of_the_oracle(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, prompt, tokens = tmp_path / family, list(TEXT[:400]), 32
     powers = family == "deepseek-v3.2"
@@ -80,7 +80,7 @@ def test_tokens_of_w8a8_are_those_of_the_oracle(family: str, tmp_path: Path, mon
     assert exact["tokens"] != theirs["tokens"], "the comparison says something"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_hot_size(checkpoints: dict[str, Path], family: str, dtype: str) -> None:
     runner = TransformersRunner.load(checkpoints[family], dtype=dtype)
@@ -88,7 +88,7 @@ def test_bits_do_not_depend_on_the_hot_size(checkpoints: dict[str, Path], family
     assert all(torch.equal(logits, results[0][1]) for _, logits in results)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_kept_fp8_gives_the_logits_of_decoded_weights(checkpoints: dict[str, Path], family: str) -> None:
     decoded, kept = (
         greedy(TransformersRunner.load(checkpoints[family], keeps_fp8=keeps), list(TEXT[:200]), 64, 4)[1]

@@ -16,14 +16,14 @@ from kernels.state import DeviceState
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 from protocol.units import PAGE_TOKENS
-from tests.support.checkpoints import tiny_checkpoint
+from tests.support.checkpoints import LATENT, tiny_checkpoint
 from tests.support.history import dealt, in_turn
 from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
 from worker.runners import attention as mla
 from worker.runners.checkpoint import geometry_of
 from worker.runners.prompt import PromptBlock
-from worker.runners.tiny import FAMILIES, tiny_config
+from worker.runners.tiny import tiny_config
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
 
 TOPK, TOKENS, ROWS = 32, 12, 3
@@ -31,7 +31,7 @@ TOPK, TOKENS, ROWS = 32, 12, 3
 BOUND = 1e-5
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=LATENT)
 def checkpoint(request: pytest.FixtureRequest, run_dir: Path) -> Path:
     return tiny_checkpoint(run_dir, request.param, index_topk=TOPK)
 
@@ -52,7 +52,7 @@ def run(runner: TransformersRunner, hot_slots: int) -> tuple[Rig, Tensor]:
 
 @pytest.mark.parametrize(
     ("checkpoint", "kv_dtype"),
-    dealt(in_turn((FAMILIES[::2], FAMILIES[1::2])), ("bfloat16", "fp8", "fp4")),
+    dealt(in_turn((LATENT[::2], LATENT[1::2])), ("bfloat16", "fp8", "fp4")),
     indirect=["checkpoint"],
 )
 def test_hot_sizes_change_no_bit(checkpoint: Path, kv_dtype: str) -> None:
@@ -97,9 +97,7 @@ def e4m3(code: int) -> float:
     return -size if sign else size
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "kv_dtype"), dealt(FAMILIES, ("float32", "fp8", "fp4")), indirect=["checkpoint"]
-)
+@pytest.mark.parametrize(("checkpoint", "kv_dtype"), dealt(LATENT, ("float32", "fp8", "fp4")), indirect=["checkpoint"])
 def test_both_forms_of_prefill_agree(checkpoint: Path, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered, as on a GPU, and expanded. In fp8 near-ties of index scores may fall either way. In fp4 a value that
     rounds the other way moves by a third, by which 11 to 40 of 1,200 rows moved in five prompts of A.X-K2. In float32

@@ -18,7 +18,7 @@ from kernels.rows import read_index_keys, read_slab_rows
 from protocol.errors import InternalError
 from protocol.settings import WorkerSettings
 from protocol.units import BLOCK_TOKENS_MAX, PAGE_TOKENS, pages_for
-from tests.support.checkpoints import DRAFTING
+from tests.support.checkpoints import DRAFTING, LATENT
 from tests.support.fakes.hash_runner import FakePass
 from tests.support.history import dealt
 from tests.support.prompts import launch_layers
@@ -28,7 +28,6 @@ from worker.device.step_rows import block_tokens_max
 from worker.group.exchange import PIECE_ROWS, Alike, Exchange
 from worker.runners.base import PromptPart, PromptPass, StepOutputs
 from worker.runners.prompt import ModelPass, PromptBlock
-from worker.runners.tiny import FAMILIES
 from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights.layout import (
     EXPERT_ROWS_MAX,
@@ -48,8 +47,8 @@ CLOSE = {"rtol": 0, "atol": 2e-4}
 FILLED = 0xFF
 
 forms = pytest.mark.parametrize("gathered", [False, True], ids=["expanded", "gathered"])
-families = pytest.mark.parametrize("family", FAMILIES)
-families_and_forms = pytest.mark.parametrize(("family", "gathered"), dealt(FAMILIES, (False, True)))
+families = pytest.mark.parametrize("family", LATENT)
+families_and_forms = pytest.mark.parametrize(("family", "gathered"), dealt(LATENT, (False, True)))
 #: Form, layer at which a part leaves, and the part.
 LEAVING = [*product((False, True), range(3), range(3))]
 
@@ -238,7 +237,7 @@ def test_packed_prompts_are_those_of_each_alone(family: str, gathered: bool) -> 
         assert_alike(result, wanted[seat])
 
 
-@pytest.mark.parametrize(("leaving", "family"), dealt(LEAVING, FAMILIES))
+@pytest.mark.parametrize(("leaving", "family"), dealt(LEAVING, LATENT))
 def test_part_that_left_is_neither_read_nor_written(leaving: tuple[bool, int, int], family: str) -> None:
     """The part leaves within a layer, and between a layer that selects and one that shares the selection."""
     gathered, layers, leaver = leaving
@@ -340,7 +339,7 @@ def test_pieces_are_rows_of_the_parts_that_are_there() -> None:
 
 
 def test_largest_block_is_that_of_form_mode_and_group() -> None:
-    pair = pair_of(FAMILIES[0])
+    pair = pair_of(LATENT[0])
 
     def made(**options: object) -> TransformersRunner:
         return TransformersRunner(pair.model, pair.runner.info, pair.runner.geometry, **options)  # type: ignore[arg-type]

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels.routing import router_logits
+from tests.support.checkpoints import LATENT
 from tests.support.thread_ranks import ThreadCollectives
 from tests.worker.group.test_exchange import on_threads
 from worker.group.exchange import Exchange
 from worker.runners import experts
 from worker.runners.experts import BATCHED, Over, hold_share, routed
-from worker.runners.tiny import FAMILIES, write_tiny_checkpoint
+from worker.runners.tiny import write_tiny_checkpoint
 from worker.weights.layout import ExpertShare, weights_bytes
 from worker.weights.matmul import DECODED, Matmul
 from worker.weights.model import held_bytes, load_model
@@ -29,7 +30,7 @@ ROUTER = f"model.layers.{LAYER}.mlp.gate.weight"
 FORMS = {"decoded": (False, DECODED), "weight_only": (True, DECODED), "w8a8": (True, Matmul("fake 0.0"))}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=LATENT)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FP8 weights, whose routers alone are float32."""
     path = tmp_path_factory.mktemp("model")

@@ -7,11 +7,10 @@ import torch
 
 from kernels.state import StepBatch
 from protocol.errors import ConfigError
-from tests.support.checkpoints import DRAFTING
+from tests.support.checkpoints import DRAFTING, LATENT
 from tests.support.runner_rig import Rig
 from worker.group.exchange import Alike
 from worker.runners.synthetic import synthetic_config, synthetic_runner
-from worker.runners.tiny import FAMILIES
 from worker.weights.layout import ExpertShare, weights_bytes
 from worker.weights.modules import BlockExperts, BlockLinear
 from worker.weights.synth import published_config
@@ -56,7 +55,7 @@ def test_dimensions_are_those_of_the_families() -> None:
         synthetic_config("llama", 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_synthetic_models_decode_with_a_replaced_indexer(family: str) -> None:
     """after_index_topk sees the indexer's selection of each group and replaces it before swap-in."""
     prompt, seen = list(range(90)), []

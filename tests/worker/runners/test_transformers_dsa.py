@@ -23,7 +23,7 @@ from protocol.errors import ConfigError
 from protocol.logprobs import read_rows
 from protocol.messages import LOGPROBS_MAX, ModelInfo
 from protocol.settings import WorkerSettings
-from tests.support.checkpoints import tiny_checkpoint
+from tests.support.checkpoints import LATENT, tiny_checkpoint
 from tests.support.history import in_turn
 from tests.support.oracle_rig import run_oracle
 from tests.support.prompts import TEXT
@@ -34,7 +34,7 @@ from worker.runners.experts import experts_for
 from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.runners.logprobs import allocate_rows
 from worker.runners.sampling import sample
-from worker.runners.tiny import FAMILIES, tiny_config
+from worker.runners.tiny import tiny_config
 from worker.runners.transformers_dsa import TransformersRunner, load_runner
 from worker.streams import make_streams
 
@@ -48,7 +48,7 @@ def checkpoints(run_dir: Path) -> dict[str, Path]:
     """A checkpoint of each family with index_topk 128, and one of each with 32 for small contexts ("<family>/32")."""
     return {
         family + suffix: tiny_checkpoint(run_dir, family, index_topk=topk)
-        for family in FAMILIES
+        for family in LATENT
         for topk, suffix in ((128, ""), (32, "/32"))
     }
 
@@ -114,7 +114,7 @@ def greedy(rig: Rig, seat: int, prompt: Sequence[int], hot_slots: int, tokens: i
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("family", in_turn((FAMILIES[::2], FAMILIES[1::2])))
+@pytest.mark.parametrize("family", in_turn((LATENT[::2], LATENT[1::2])))
 def test_greedy_tokens_are_those_of_generate(checkpoints: dict[str, Path], family: str) -> None:
     """A prompt of some thousand tokens, top-k below 1/16 of it, 64 new tokens, a hot buffer of 1/8."""
     prompt, tokens = prompt_of(2_100, 7_000), 64
@@ -152,7 +152,7 @@ def test_oracle_imports_no_product_code() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_prefill_rows_match_the_library(checkpoints: dict[str, Path], family: str) -> None:
     """Chunked prefill into the slab: rows and index keys of the library's cache, but for the last bits."""
     from transformers import DynamicCache
@@ -178,7 +178,7 @@ def test_prefill_rows_match_the_library(checkpoints: dict[str, Path], family: st
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_decode_logits_match_the_library_for_any_shape(family: str) -> None:
     """Heads, groups, biases and yarn all matter to a random model; all tokens selected, only rounding may differ."""
     model, runner = odd_model(family, 512)
@@ -189,7 +189,7 @@ def test_decode_logits_match_the_library_for_any_shape(family: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_random_indexer_selects_as_the_library(family: str) -> None:
     """Decode with a top-k of 32 in 300: a wrong selection in any layer would show in nearly every step."""
     model, runner = odd_model(family, 32)
@@ -201,7 +201,7 @@ def test_random_indexer_selects_as_the_library(family: str) -> None:
     assert int((~near).sum()) <= 2  # near-ties at the edge of the top-k
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_log_probabilities_match_the_library(family: str) -> None:
     """All tokens selected, only rounding may differ: values, and ids up to ties."""
     model, runner = odd_model(family, 512)
@@ -223,7 +223,7 @@ def test_log_probabilities_match_the_library(family: str) -> None:
 # ---------------------------------------------------------------- hot buffers
 
 
-@pytest.mark.parametrize("family", in_turn((FAMILIES[1::2], FAMILIES[::2])))
+@pytest.mark.parametrize("family", in_turn((LATENT[1::2], LATENT[::2])))
 def test_logits_do_not_depend_on_the_hot_buffer(checkpoints: dict[str, Path], family: str) -> None:
     """Resident, and managed from the smallest size that can be (top-k) upward: the same bits, step for step."""
     runner, prompt, tokens = runner_of(checkpoints[f"{family}/32"]), prompt_of(600), 24
@@ -252,7 +252,7 @@ def test_corrupted_host_row_is_seen(checkpoints: dict[str, Path]) -> None:
 # ---------------------------------------------------------------- deterministic mode
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_row_does_not_depend_on_its_batch(checkpoints: dict[str, Path], family: str) -> None:
     """Requests of mixed lengths, modes and temperatures: alone, and in batches of changing company and order."""
     runner, tokens = runner_of(checkpoints[f"{family}/32"]), 14

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from protocol.units import PAGE_TOKENS
-from tests.support.checkpoints import tiny_checkpoint
+from tests.support.checkpoints import LATENT, tiny_checkpoint
 from tests.support.drafting_rig import DraftRig, drafting_settings
 from tests.support.fakes.hash_runner import FakeRunner
 from tests.support.history import in_turn
@@ -23,7 +23,6 @@ from tests.worker.loop.test_executor import resident, run_mixed
 from worker.loop import executor as executor_module
 from worker.loop.decode import STEPS_ALIKE, Decoder
 from worker.loop.executor import Executor
-from worker.runners.tiny import FAMILIES
 from worker.streams import FENCES, FenceError, InlineStreams, Streams, make_streams
 from worker.streams.capture import Capture
 
@@ -223,7 +222,7 @@ def test_runner_that_reads_inputs_at_launch_is_caught() -> None:
     assert rig.wrong()
 
 
-@pytest.fixture(scope="module", params=[in_turn(FAMILIES)])
+@pytest.fixture(scope="module", params=[in_turn(LATENT)])
 def checkpoint(request: pytest.FixtureRequest, run_dir: Path) -> Path:
     return tiny_checkpoint(run_dir, request.param, index_topk=model.TOPK, context_max_tokens=2_048)
 
@@ -256,7 +255,7 @@ def test_replayed_steps_with_drafts_give_tokens_of_plain_decoding(
 @pytest.mark.usefixtures("warmed_up")
 def test_replayed_steps_draft_with_the_model(tmp_path: Path) -> None:
     """Beside a request whose steps replay two graphs, with the draws between them."""
-    path = drafting.write_predictable(tmp_path, FAMILIES[1])
+    path = drafting.write_predictable(tmp_path, LATENT[1])
     plain, rig = (drafting.moved_about(path, number, CapturingStreams(), logprobs=1) for number in (0, 2))
     assert drafting.tokens_in_common(plain, rig) > 2 * model.NEW_TOKENS
     assert rig.executor.counters.accepted_tokens > 0

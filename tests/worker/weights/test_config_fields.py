@@ -11,11 +11,11 @@ import transformers
 
 from protocol.errors import ConfigError
 from worker.families.base import SHARING
+from worker.families.latent import LatentFamily
 from worker.families.table import FAMILIES
 from worker.runners.tiny import tiny_config
 from worker.weights.config_fields import (
     FIXED,
-    LAYER_KINDS,
     READ,
     ROPE_TYPES,
     WITHOUT_EFFECT,
@@ -23,7 +23,8 @@ from worker.weights.config_fields import (
     unserved,
 )
 
-CLASSES: Final = {kind: type(family.config()) for kind, family in FAMILIES.items()}
+#: Of families whose config.json has no parts.
+CLASSES: Final = {kind: type(it.config()) for kind, it in FAMILIES.items() if isinstance(it, LatentFamily)}
 NAMES: Final = {kind: family.name for kind, family in FAMILIES.items()}
 #: Of each field without effect that a class has, a value that is not the class's own. With `return_dict` false the
 #: library's own forward fails, which is not used.
@@ -176,7 +177,7 @@ def test_shared_selections_are_of_one_family() -> None:
 def test_rotations_that_the_length_does_not_change_are_served() -> None:
     for kind in ROPE_TYPES:
         check_fields(published("deepseek_v32", rope_scaling={"type": kind}), "config.json", "worker.model")
-    assert "indexed_attention" in LAYER_KINDS
+    assert "indexed_attention" in FAMILIES["deepseek_v32"].layer_kinds
 
 
 @pytest.mark.parametrize("kind", [None, 3, ["glm_moe_dsa"], {}, "llama", "deepseek_v4"])

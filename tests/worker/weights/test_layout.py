@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from protocol.errors import ConfigError
+from worker.families.deepseek_v32 import DEEPSEEK_V32
 from worker.families.table import family_named, models
 from worker.weights.layout import DIMENSIONS, EXPERT, ExpertShare, is_of_mtp, tensors_of, weights_bytes
 from worker.weights.model import append_draft_layer, empty_model
@@ -30,17 +31,21 @@ def library_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_layout_is_that_of_the_librarys_modules(model: str) -> None:
-    """Real widths, five layers; projections of experts are stacked in the library."""
-    config = published_config(model, layers=5, experts=16)
+    """Real widths, five layers; projections of experts are stacked in the library, and some of an MLP joined."""
+    config, family = published_config(model, layers=5, experts=16), family_named(model)
     wanted = library_shapes(config)
-    stacked: dict[str, int] = {}
+    together: dict[str, int] = {}
     for spec in tensors_of(config):
         if found := EXPERT.match(spec.name):
-            stack = "down_proj" if found[3] == "down_proj" else "gate_up_proj"
-            stacked[f"{found[1]}.{stack}"] = stacked.get(f"{found[1]}.{stack}", 0) + prod(spec.shape)
+            stack = "down_proj" if found[3] in ("down_proj", "w2") else "gate_up_proj"
+            name = family.module_name(f"{found[1]}.{stack}")
+        elif joined := family.joined(spec.name):
+            name = family.module_name(joined[0])
         else:
-            assert wanted.pop(family_named(model).module_name(spec.name)) == spec.shape
-    assert stacked == {name: prod(shape) for name, shape in wanted.items()}
+            assert wanted.pop(family.module_name(spec.name)) == spec.shape
+            continue
+        together[name] = together.get(name, 0) + prod(spec.shape)
+    assert together == {name: prod(shape) for name, shape in wanted.items()}
 
 
 def test_layers_that_share_a_selection_have_no_indexer() -> None:
@@ -127,10 +132,10 @@ def test_tensors_behind_the_last_layer_are_of_mtp() -> None:
     assert not is_of_mtp("model.norm.weight", 61)
 
 
-@pytest.mark.parametrize("name", DIMENSIONS)
+@pytest.mark.parametrize("name", [*DIMENSIONS, *DEEPSEEK_V32.sizes])
 @pytest.mark.parametrize("value", [None, -1, 2.5, "7", True, 10**9])
 def test_an_unfit_dimension_is_named(name: str, value: Any) -> None:
-    config = SimpleNamespace(**dict.fromkeys(DIMENSIONS, 16), model_type="deepseek_v32")
+    config = SimpleNamespace(**dict.fromkeys((*DIMENSIONS, *DEEPSEEK_V32.sizes), 16), model_type="deepseek_v32")
     setattr(config, name, value)
     with pytest.raises(ConfigError, match=rf"config\.json {name}"):
         next(iter(tensors_of(config)))

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from kernels.block_fp8 import decode_blocks
 from kernels.block_weight import BLOCK, BlockFp8
 from tests.kernels.test_block_fp8 import draw
-from tests.support.checkpoints import DRAFTING
+from tests.support.checkpoints import DRAFTING, LATENT
 from tests.support.history import dealt
 from tests.support.runner_rig import Rig
 from tests.worker.runners.test_synthetic import MIXED, SMALL
 from worker.families.base import TensorSpec
 from worker.runners import synthetic
 from worker.runners.synthetic import synthetic_runner
-from worker.runners.tiny import FAMILIES
 from worker.weights import modules
 from worker.weights.layout import scale_shape, tensors_of
 from worker.weights.matmul import DECODED, Matmul
@@ -104,7 +103,7 @@ def test_products_beside_a_plain_one_are_formed_apart() -> None:
     near(found[1], hidden, weight)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_a_model_of_joined_weights_is_the_same_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = type(published_config(family))(**WHOLE)
     found, held = [], []
@@ -179,7 +178,7 @@ def test_experts_hold_the_same_weights_in_both_forms(middle: int) -> None:
     assert sum(it.nbytes for it in exact.weights) == sum(it.nbytes for it in quantized.weights)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LATENT)
 def test_model_of_either_products_holds_the_same_bytes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = type(published_config(family))(**WHOLE)
     held = []
@@ -192,7 +191,7 @@ def test_model_of_either_products_holds_the_same_bytes(family: str, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("family", "draft_tokens"), [*dealt(DRAFTING, (0, 1)), *((it, 0) for it in FAMILIES if it not in DRAFTING)]
+    ("family", "draft_tokens"), [*dealt(DRAFTING, (0, 1)), *((it, 0) for it in LATENT if it not in DRAFTING)]
 )
 def test_products_are_prepared_in_the_forms_that_a_model_takes_alone(
     family: str, draft_tokens: int, monkeypatch: pytest.MonkeyPatch
