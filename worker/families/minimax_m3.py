@@ -101,6 +101,8 @@ class _MiniMaxM3(Family):
             return dict(config)
         whole = {name: value for name, value in config.items() if name != "text_config"}
         found = whole | dict(config["text_config"]) | {"model_type": self.model_type}
+        if whole.get("tie_word_embeddings"):  # ties embeddings whatever the part says
+            found["tie_word_embeddings"] = whole["tie_word_embeddings"]
         sparse = found.pop("sparse_attention_config", None)
         if isinstance(sparse, Mapping):
             found |= {_INDEX.get(name, f"sparse_attention_config.{name}"): value for name, value in sparse.items()}
@@ -109,7 +111,7 @@ class _MiniMaxM3(Family):
             found["sparse_attention_config"] = sparse
         _name_kinds(found, "moe_layer_freq", "mlp_layer_types", "dense", "sparse")
         blocks, tokens = found.get("index_topk_blocks"), found.get("index_block_size")
-        if type(blocks) is int and type(tokens) is int:
+        if type(blocks) is int and type(tokens) is int and blocks and tokens:
             found["index_topk"] = blocks * tokens
         same = {"n_routed_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
         return {"n_shared_experts": 1} | found | {name: found[known] for name, known in same.items() if known in found}
