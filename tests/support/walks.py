@@ -13,8 +13,11 @@ from protocol.text import ByteTokenizer
 END: Final = 256
 #: Ids below END are bytes.
 BYTES: Final = Vocabulary(ByteTokenizer(), END + 1, (END,))
-#: What free text ends with in the formats of calls and reasoning.
-ENDINGS: Final = ("</think>", "</arg_value>", "</｜DSML｜parameter>")
+#: What free text ends with in the formats of calls and reasoning; of one, by the names that arguments have in tests.
+ENDINGS: Final = (
+    *("</think>", "</mm:think>", "</arg_value>", "</｜DSML｜parameter>"),
+    *(f"]<]minimax[>[</{name}>" for name in ("city", "code", "note", "short")),
+)
 #: Tokens that are allowed where text is free, at least.
 FREE: Final = 80
 
@@ -38,7 +41,8 @@ def walk(grammar: str, seed: int, *, ends_after: int, most: int) -> str:
 
 def _drawn(dice: random.Random, allowed: list[int], hurries: bool) -> list[int]:
     """A token, or the tokens of an ending."""
-    closing = [token for token in allowed if token in b'"}]'] if hurries else []
+    closes = hurries and (ord("{") not in allowed or dice.random() < 0.5)  # "]" may open a call, beside a text's "{"
+    closing = [token for token in allowed if token in b'"}]'] if closes else []
     printable = [token for token in allowed if 32 <= token < 127]
     if hurries and len(printable) >= FREE and ord("<") in allowed and dice.random() < 0.5:
         return list(dice.choice(ENDINGS).encode())

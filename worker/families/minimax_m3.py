@@ -21,11 +21,39 @@ from protocol.errors import ConfigError
 from protocol.units import PAGE_TOKENS
 from worker.families.base import Family, TensorSpec, TokenBytes, Unfit, product_tensors
 
+#: In the form of the published template, whose roles and markers engines name.
 _TEMPLATE: Final = """\
+{% set ns = ']<]minimax[>[' %}
+{% macro xml(value) %}{% if value is mapping %}{% for key, one in value.items() %}{{ ns }}<{{ key }}>{{ xml(one) }}\
+{{ ns }}</{{ key }}>{% endfor %}{% elif value is string %}{{ value }}{% elif value is iterable %}{% for one in value %}\
+{{ ns }}<item>{{ xml(one) }}{{ ns }}</item>{% endfor %}{% else %}{{ value | tojson }}{% endif %}{% endmacro %}
+{% if tools %}]~b]system
+# Tools
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools>
+Call one as {{ ns }}<tool_call>
+{{ ns }}<invoke name="NAME">{{ ns }}<KEY>VALUE{{ ns }}</KEY>{{ ns }}</invoke>
+{{ ns }}</tool_call>
+{% endif %}
 {% for m in messages %}
-{{ m.role }}: {{ m.content }}
+{% if m.role == 'assistant' %}]~b]ai
+{% if m.reasoning_content %}<mm:think>{{ m.reasoning_content }}{% endif %}</mm:think>{{ m.content }}
+{% if m.tool_calls %}{{ ns }}<tool_call>
+{% for call in m.tool_calls %}{{ ns }}<invoke name="{{ call.function.name }}">{{ xml(call.function.arguments) }}\
+{{ ns }}</invoke>
+{% endfor %}{{ ns }}</tool_call>
+{% endif %}
+{% elif m.role == 'tool' %}]~b]tool
+<response>{{ m.content }}</response>
+{% else %}]~b]{{ 'user' if m.role == 'user' else 'system' }}
+{{ m.content }}
+{% endif %}
 {% endfor %}
-assistant:
+]~b]ai
+{% if enable_thinking is defined and enable_thinking %}<mm:think>{% endif %}\
+{% if thinking_mode is defined and thinking_mode == 'disabled' %}</mm:think>{% endif %}
+
 """
 _FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
 #: Names of sizes within `sparse_attention_config`, and what the library's class calls them.
@@ -311,7 +339,7 @@ MINIMAX_M3: Final = _MiniMaxM3(
         *("vision_tower.", "multi_modal_projector.", "patch_merge_mlp."),
         *("mtp.", "language_model.mtp.", "language_model.model.mtp."),
     ),
-    chat="plain",
+    chat="minimax",
     template=_TEMPLATE,
     tiny={
         **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16, "index_n_heads": 2},

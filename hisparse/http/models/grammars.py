@@ -19,7 +19,7 @@ from hisparse.http.models.formats.call_grammars import any_of
 from hisparse.http.models.formats.conversation import Conversation
 from hisparse.http.models.formats.known import ChatFormat
 from hisparse.http.models.formats.lark import Rules, quoted, regex, schema_of
-from hisparse.http.models.formats.replies import PLAIN, THINK, THINK_END, ReplyPlan
+from hisparse.http.models.formats.replies import PLAIN, ReplyPlan
 from hisparse.http.models.output_form import OutputForm
 from protocol.errors import BadInput
 from protocol.messages import GRAMMAR_CHARS_MAX
@@ -100,7 +100,7 @@ def _text(structure: OutputForm) -> str:
 def _reasoning(rules: Rules, reply: ReplyPlan) -> str:
     """What stands before, in a reply that reasons."""
     if reply.is_within:
-        return f"{rules.until(THINK_END)} {_BETWEEN}?"
+        return f"{rules.until(reply.think_end)} {_BETWEEN}?"
     if reply.may_reason:
-        return f"({rules.literal(THINK)} {rules.until(THINK_END)} {_BETWEEN}?)?"
+        return f"({rules.literal(reply.think)} {rules.until(reply.think_end)} {_BETWEEN}?)?"
     return ""

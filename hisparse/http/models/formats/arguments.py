@@ -58,9 +58,24 @@ def _accepting(types: frozenset[str]) -> frozenset[str]:
 def types_of(parameters: Mapping[str, Any] | None, name: str) -> frozenset[str]:
     """The types that a JSON schema of an object accepts for its member `name`; none: it does not say."""
     parameters = parameters or {}
-    properties = parameters.get("properties")
-    member = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(member, parameters, 4)
+    return types_within(member_of(parameters, name, parameters), parameters)
+
+
+def member_of(schema: Any, name: str, parameters: Mapping[str, Any]) -> Any:
+    """The schema of member `name` of an object, or of the `item` of an array, of `schema` within `parameters`; None: it
+    does not say."""
+    schema = resolved(schema, parameters)
+    if not isinstance(schema, Mapping):
+        return None
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        return properties[name]
+    return schema.get("items") if name == "item" else None
+
+
+def types_within(schema: Any, parameters: Mapping[str, Any]) -> frozenset[str]:
+    """The types that `schema` within `parameters` accepts; none: it does not say."""
+    return _types(schema, parameters, 4)
 
 
 def resolved(schema: Any, parameters: Mapping[str, Any]) -> Any:

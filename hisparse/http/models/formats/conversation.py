@@ -51,6 +51,9 @@ class Tool:
         return {"name": self.name} | {name: value for name, value in said.items() if value is not None}
 
 
+_DISABLED: Final = "disabled"
+
+
 @dataclass(frozen=True)
 class Conversation:
     """`turns` to continue. `tools` are those that the model is shown: none where it may call none. `parameters` are the
@@ -83,7 +86,7 @@ class Conversation:
     def answers_at_once(self) -> bool:
         """True where the client wants no reasoning."""
         said = self.all_variables
-        return said.get("enable_thinking", said.get("thinking")) is False
+        return said.get("enable_thinking", said.get("thinking")) is False or said.get("thinking_mode") == _DISABLED
 
     @property
     def keeps_thinking(self) -> bool:
@@ -92,8 +95,11 @@ class Conversation:
 
     @property
     def all_variables(self) -> dict[str, Any]:
-        """Both names by which templates know whether to reason, and what the client set."""
-        said = {} if self.thinking is None else {"enable_thinking": self.thinking, "thinking": self.thinking}
+        """All names by which templates know whether to reason, and what the client set."""
+        said: dict[str, Any] = {}
+        if self.thinking is not None:
+            said = {"enable_thinking": self.thinking, "thinking": self.thinking}
+            said |= {} if self.thinking else {"thinking_mode": _DISABLED}
         return said | dict(self.variables)
 
 

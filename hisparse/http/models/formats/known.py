@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from hisparse.http.models.formats import deepseek, glm, hermes
+from hisparse.http.models.formats import deepseek, glm, hermes, minimax
 from hisparse.http.models.formats.conversation import Conversation, Tool
 from hisparse.http.models.formats.lark import Rules
 from hisparse.http.models.formats.replies import THINK, THINK_END, CallSyntax, ReplyPlan
@@ -24,7 +24,8 @@ from protocol.text import Tokenizer
 class ChatFormat:
     """`encode` makes a prompt, where no template does. `call_grammar` holds to calls of tools. `markers` are the texts
     that stand for structure, shown even where the tokenizer has them as special tokens. `named` are texts of a chat
-    template, and `spoken` tokens of a repository without one, that show the format."""
+    template, and `spoken` tokens of a repository without one, that show the format. `thinking` are the markers of
+    reasoning; a reply without any may begin with the second (`may_begin_with_end`)."""
 
     syntax: CallSyntax | None
     reasons: bool
@@ -33,17 +34,22 @@ class ChatFormat:
     call_grammar: Callable[[Rules, Sequence[tuple[Tool, str]], bool], str] | None = None
     named: tuple[str, ...] = ()
     spoken: tuple[str, ...] = ()
+    thinking: tuple[str, str] = (THINK, THINK_END)
+    may_begin_with_end: bool = False
 
     def plan(self, conversation: Conversation, prompt: str) -> ReplyPlan:
         """How to read the reply to `prompt`."""
-        end = prompt.rstrip()
+        end, (think, think_end) = prompt.rstrip(), self.thinking
         return ReplyPlan(
             reasons=self.reasons,
-            is_within=end.endswith(THINK),
-            may_reason=self.reasons and not end.endswith(THINK_END) and not conversation.answers_at_once,
+            is_within=end.endswith(think),
+            may_reason=self.reasons and not end.endswith(think_end) and not conversation.answers_at_once,
             syntax=self.syntax if conversation.tools else None,
             many=conversation.many,
             schemas={tool.name: tool.parameters for tool in conversation.tools},
+            think=think,
+            think_end=think_end,
+            may_begin_with_end=self.may_begin_with_end and not end.endswith(think_end),
         )
 
 
@@ -71,10 +77,22 @@ HERMES: Final = ChatFormat(
     call_grammar=hermes.call_grammar,
     named=(hermes.START, hermes.ARGUMENTS),
 )
+MINIMAX: Final = ChatFormat(
+    minimax.SYNTAX,
+    True,
+    (*minimax.THINKING, minimax.NAMESPACE, "<tool_call>", "</tool_call>"),
+    call_grammar=minimax.call_grammar,
+    named=(minimax.NAMESPACE,),
+    thinking=minimax.THINKING,
+    may_begin_with_end=True,
+)
 REASONING: Final = ChatFormat(None, True, _THINKING, named=(THINK_END,))
 PLAIN: Final = ChatFormat(None, False)
 #: By name, in the order in which templates are tried.
-FORMATS: Final = {"glm": GLM, "dsml": DSML, "hermes": HERMES, "reasoning": REASONING, "plain": PLAIN}
+FORMATS: Final = {
+    **{"minimax": MINIMAX, "glm": GLM, "dsml": DSML, "hermes": HERMES},
+    **{"reasoning": REASONING, "plain": PLAIN},
+}
 
 
 def format_of(template: str, tokenizer: Tokenizer) -> ChatFormat | None:

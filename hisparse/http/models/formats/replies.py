@@ -75,7 +75,8 @@ class ReplyPlan:
     """What an output is read as. `reasons`: it may begin with reasoning; `is_within`: it begins in the middle of it.
     `may_reason`: one that is held to a grammar may begin with reasoning, too.
     `syntax`: None where no call is expected, so that all that follows is text. `many`: calls after the first are calls
-    too, and not text."""
+    too, and not text. `think`, `think_end`: the markers of reasoning; an output that has none may begin with the
+    second (`may_begin_with_end`)."""
 
     reasons: bool = False
     is_within: bool = False
@@ -83,6 +84,9 @@ class ReplyPlan:
     many: bool = True
     schemas: Schemas = field(default_factory=dict)
     may_reason: bool = False
+    think: str = THINK
+    think_end: str = THINK_END
+    may_begin_with_end: bool = False
 
 
 #: All is text.
@@ -130,23 +134,25 @@ class ReplyParser:
 
     def _read(self) -> Reading[None]:
         yield
-        if self._plan.reasons and (self._plan.is_within or (yield from self._scan.starts_with(THINK))):
+        if self._plan.reasons and (self._plan.is_within or (yield from self._scan.starts_with(self._plan.think))):
             self.reasoning_begin = self.reasoning_end = self._scan.used
             yield from self._scan.skip_blanks()
             yield from self._reasoning()
         else:
             self.may_reason = False
+            if self._plan.may_begin_with_end and (yield from self._scan.starts_with(self._plan.think_end)):
+                yield from self._scan.skip_blanks()
         while not self._scan.ended or self._scan.text:
             yield from self._text()
 
     def _reasoning(self) -> Reading[None]:
         """Reasoning, up to THINK_END, to calls in its place, or to the end."""
-        scan, syntax = self._scan, self._plan.syntax
+        scan, syntax, think_end = self._scan, self._plan.syntax, self._plan.think_end
         looks = 0
         while syntax is not None:
-            blanks = yield from self._stream(Reasoning, THINK_END, syntax.start)
+            blanks = yield from self._stream(Reasoning, think_end, syntax.start)
             looks += 1
-            if blanks is None or scan.text.startswith(THINK_END):
+            if blanks is None or scan.text.startswith(think_end):
                 break
             try:
                 if (yield from self._ends_with_calls(syntax)):
@@ -158,21 +164,21 @@ class ReplyParser:
             else:
                 self._tell(Reasoning, blanks)
                 syntax = None
-        yield from self._stream(Reasoning, THINK_END)
+        yield from self._stream(Reasoning, think_end)
         if scan.text:
-            scan.use(len(THINK_END))
+            scan.use(len(think_end))
             self.reasoning_end, self.may_reason = scan.used, False
             yield from scan.skip_blanks()
 
     def _ends_with_calls(self, syntax: CallSyntax) -> Reading[bool]:
         """Return whether the model ended the output with calls, of which the first stands here. Uses nothing up. Raises
         UnreadableOutput where none stands here; `at` is how far the text was read then."""
-        scan, ahead, looked = self._scan, Scan(), 0
+        scan, ahead, looked, think_end = self._scan, Scan(), 0, self._plan.think_end
         reader = _only_calls(ahead, syntax, self._plan.schemas)
         while True:
-            if scan.text.find(THINK_END, looked) >= 0:
+            if scan.text.find(think_end, looked) >= 0:
                 return False
-            looked = max(0, len(scan.text) - len(THINK_END) + 1)
+            looked = max(0, len(scan.text) - len(think_end) + 1)
             ahead.feed(scan.text[len(ahead.text) : HELD_CHARS_MAX + 1])
             ahead.ended = scan.ended and len(ahead.text) == len(scan.text)
             try:

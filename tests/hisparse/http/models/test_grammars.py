@@ -69,7 +69,7 @@ def ask() -> Iterator[Asker]:
 def texts(made: Ask, ends_after: int = 30) -> list[str]:
     grammar = made.choices[0].sampling.grammar
     assert grammar
-    found = [walk(grammar, seed, ends_after=ends_after, most=1_500) for seed in SEEDS]
+    found = [walk(grammar, seed, ends_after=ends_after, most=4_000) for seed in SEEDS]
     ended = [text for text in found if text]
     assert len(ended) >= 0.95 * len(found)
     return ended

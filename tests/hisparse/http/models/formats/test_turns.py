@@ -368,11 +368,11 @@ async def test_result_of_no_call_names_its_field(rig: FrontRig) -> None:
 def test_tiny_templates_put_later_instructions_on_the_users_side(family: str) -> None:
     turns = (Turn("system", "first"), HI, Turn("assistant", "Yes?"), Turn("system", "Be brief."))
     text = rendered(TEMPLATES[family], Conversation(turns))
-    marker = USER if family == "deepseek-v3.2" else "<|system|>"
+    marker = {"deepseek-v3.2": USER, "minimax-m3": "]~b]system\n"}.get(family, "<|system|>")
     assert f"{marker}Be brief." in text
     assert text.index("first") < text.index("Hi") < text.index("Yes?") < text.index("Be brief.")
     ending = text[text.index("Be brief.") :]
-    assert (ASSISTANT if family == "deepseek-v3.2" else "<|assistant|>") in ending
+    assert {"deepseek-v3.2": ASSISTANT, "minimax-m3": "]~b]ai"}.get(family, "<|assistant|>") in ending
 
 
 @pytest.mark.parametrize(
