@@ -45,7 +45,7 @@ os.sched_setaffinity(0, {int(sys.argv[4])})  # of this thread, and of those that
 import msgspec, torch
 torch.set_num_threads(1)
 from tests.support.worker_rig import SETTINGS, Rig
-from worker.runners.transformers_dsa import load_runner
+from worker.runners.load import load_runner
 
 model, requests, every = sys.argv[1], *map(int, sys.argv[2:4])
 settings = msgspec.structs.replace(

@@ -61,7 +61,7 @@ from worker.loop.recording import SelectionRecorder
 from worker.pool.start import open_pool, size_pool
 from worker.runners.base import Runner
 from worker.runners.checkpoint import fingerprint
-from worker.runners.transformers_dsa import TransformersRunner, load_runner
+from worker.runners.load import ModelRunner, load_runner
 from worker.standby import DismissedError, Prepared, stand_by
 from worker.streams import Streams, make_streams
 from worker.transfer.transfers import check_transfer, open_transfers
@@ -301,7 +301,7 @@ def _link(
     )
 
 
-def _recorder(settings: WorkerSettings, runner: TransformersRunner) -> SelectionRecorder | None:
+def _recorder(settings: WorkerSettings, runner: ModelRunner) -> SelectionRecorder | None:
     """What records selections of `runner` from now on, if asked for. Raises ConfigError."""
     if not settings.record_selections:
         return None

@@ -68,7 +68,7 @@ from worker.loop.executor import Executor
 from worker.pool.host_pool import MappedPool
 from worker.pool.start import attach_pool
 from worker.runners.checkpoint import fingerprint, geometry_of, kinds_of, library_refusals, read_dimensions
-from worker.runners.transformers_dsa import TransformersRunner, load_runner
+from worker.runners.load import ModelRunner, load_runner
 from worker.streams import make_streams
 from worker.weights.model import empty_model
 from worker.weights.safetensors_header import FIELD
@@ -88,7 +88,7 @@ class Prepared:
     `runner`: None where no weights could be mapped. `is_warm`: each batch size has run."""
 
     pool: MappedPool | None = None
-    runner: TransformersRunner | None = None
+    runner: ModelRunner | None = None
     is_warm: bool = False
 
 
@@ -128,7 +128,7 @@ def stand_by(config: Config, halted: threading.Event) -> Prepared:
     return Prepared(pool, runner, is_warm)
 
 
-def _map_weights(config: Config) -> TransformersRunner | None:
+def _map_weights(config: Config) -> ModelRunner | None:
     """The runner of `config` with the weights that its keeper holds; None, and a line that says why, if it does not."""
     tell_step("weights")
     try:
@@ -138,7 +138,7 @@ def _map_weights(config: Config) -> TransformersRunner | None:
         return None
 
 
-def _warm_up(settings: WorkerSettings, runner: TransformersRunner) -> bool:
+def _warm_up(settings: WorkerSettings, runner: ModelRunner) -> bool:
     """Run each batch size on padding, over one page of each kind; returns whether the device had memory for that."""
     tell_step("kernels")
     geometry, device = runner.geometry, cuda_device(settings.device)

@@ -25,8 +25,8 @@ from tests.worker.group.test_ranks import TEXT, asks_of, spread, wrong
 from tests.worker.loop.test_drafting import write_predictable
 from tests.worker.loop.test_model import NEW_TOKENS, PROMPTS, SETTINGS
 from worker.group.group import Group
+from worker.runners.load import load_runner
 from worker.runners.tiny import write_tiny_checkpoint
-from worker.runners.transformers_dsa import load_runner
 from worker.streams import make_streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -186,7 +186,7 @@ def main() -> None:
     from worker.device.sizing import size_worker
     from worker.group.group import Group
     from worker.runners.checkpoint import fingerprint
-    from worker.runners.transformers_dsa import load_runner
+    from worker.runners.load import load_runner
     from worker.streams import make_streams
 
     job = json.loads(sys.stdin.readline())

@@ -18,7 +18,7 @@ from protocol.settings import WorkerSettings
 from tests.support.group_rig import Ask, Requests
 from tests.support.worker_rig import Logits, Rig
 from worker.group.control import LoopProgress
-from worker.runners.transformers_dsa import load_runner
+from worker.runners.load import load_runner
 from worker.streams import Streams, make_streams
 
 #: After which a rank that waits for another gives up: the other one has ended.

@@ -14,7 +14,7 @@ from tests.support.keeper_rig import keeping
 from worker import standby
 from worker.loop import executor
 from worker.loop.decode import Decoder
-from worker.runners.transformers_dsa import load_runner
+from worker.runners.load import load_runner
 
 MEMORY = {"device_mem": "64MiB", "host_mem": "64MiB", "seats": 4, "context_max_tokens": 512}
 

@@ -14,9 +14,11 @@ Prompts attend as the library does, with masks over all rows in the slab, block 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -36,9 +38,13 @@ from kernels.rows import (
 )
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import swap_in
-from protocol.errors import InternalError
+from protocol.config_checks import WEIGHT_ONLY
+from protocol.errors import ConfigError, InternalError, Unavailable
+from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
+from protocol.tokenizer_files import read_tokenizer
 from worker.families.base import Module
+from worker.group.exchange import Collectives
 from worker.runners.adjust import Adjust
 from worker.runners.base import (
     PromptPart,
@@ -49,12 +55,25 @@ from worker.runners.base import (
     form_block_tokens,
     no_listener,
 )
+from worker.runners.checkpoint import (
+    describe_model,
+    geometry_of,
+    kv_kinds,
+    library_refusals,
+    read_config,
+    weights_digest,
+)
 from worker.runners.drawing import draw_first, draw_step, fed_tokens
 from worker.runners.experts import experts_for, routed
-from worker.weights.matmul import DECODED
+from worker.runners.held_weights import dtype_name, kept_memory, torch_dtype_of
+from worker.weights.matmul import DECODED, resolve_matmul
+from worker.weights.model import load_model
+from worker.weights.safetensors_header import FIELD
 
 if TYPE_CHECKING:
     from worker.streams import Streams
+
+log = logger("worker.runners")
 
 #: The rotary function of the library's module.
 ROPE: Final = "apply_rotary_pos_emb"
@@ -144,6 +163,61 @@ class BlockSparseRunner:
         self._rope = getattr(sys.modules[type(model).__module__], ROPE)
         self._decode_experts, self._prompt_experts = experts_for(model.device, model.dtype)
         self._scratch: dict[int, _StepScratch] = {}
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        row_dtype: str = "auto",
+        index_dtype: str = "auto",
+        deterministic_seats: int = 0,
+        matmul: str = WEIGHT_ONLY,
+        collectives: Collectives | None = None,
+        rows_max: int = 0,
+        draft_tokens: int = 0,
+        keeper: Path | None = None,
+        only_attach: bool = False,
+    ) -> BlockSparseRunner:
+        """Load a checkpoint directory, as TransformersRunner.load does. Raises ConfigError for what this runner does
+        not serve: a GPU, deterministic mode, groups, drafts, products of quantized rows."""
+        began = time.monotonic()
+        config, tokenizer = read_config(path, with_weights=False), read_tokenizer(path)
+        _require_served(config, device, deterministic_seats, collectives, draft_tokens)
+        torch_dtype = torch_dtype_of(dtype, config)
+        products = resolve_matmul(
+            matmul, device=torch.device(device), dtype=torch_dtype, quantization=None, deterministic=False
+        )
+        with library_refusals(path, FIELD):
+            memory = kept_memory(
+                keeper,
+                path,
+                device,
+                torch_dtype,
+                products,
+                keeps_fp8=False,
+                share=None,
+                draft_layer=False,
+                only_attach=only_attach,
+            )
+            if memory is None and only_attach:
+                raise Unavailable(
+                    "no weights that can be mapped", field="keeper", value=keeper, remedy="see the line before"
+                )
+            model = load_model(path, None, dtype=torch_dtype, device=device, matmul=products, memory=memory)
+        kinds = kv_kinds(dtype_name(torch_dtype), kv_dtype, row_dtype, index_dtype)
+        runner = cls(model, describe_model(path, model.config, tokenizer), geometry_of(model.config, kinds))
+        if memory is not None:
+            memory.finish(partial(weights_digest, path))
+            runner.weights_are_kept = memory.is_kept
+        found = "checkpoint" if memory is None else memory.source
+        runner.weights_seconds[found] = time.monotonic() - began
+        held = {f"{name}_bytes": size for name, size in runner.weights_bytes().items()}
+        log.info("weights held", extra=fields(**held))
+        return runner
 
     @property
     def block_tokens_max(self) -> int:
@@ -421,6 +495,21 @@ class BlockSparseRunner:
             topk, out_rows = torch.full((2, *shape), -1, dtype=torch.int32)
             self._scratch[rows] = _StepScratch(topk, out_rows, MissPlan.allocate(rows, self.geometry.topk))
         return self._scratch[rows]
+
+
+def _require_served(
+    config: Mapping[str, Any], device: str, deterministic_seats: int, collectives: Collectives | None, drafts: int
+) -> None:
+    """Raise ConfigError naming the first setting that this runner does not serve."""
+    kind = config["model_type"]
+    for is_asked, field_name, value, remedy in (
+        (device != "cpu", "worker.device", device, "use cpu"),
+        (deterministic_seats > 0, "worker.deterministic", True, "use false"),
+        (collectives is not None, "worker.group", "a group", "run workers that hold the whole model"),
+        (drafts > 0, "worker.draft_tokens", drafts, "use 0"),
+    ):
+        if is_asked:
+            raise ConfigError(f"not served yet for {kind}", field=field_name, value=value, remedy=remedy)
 
 
 def _own(prompts: PromptPass) -> BlockPass:

@@ -16,7 +16,8 @@ from protocol.config_checks import WEIGHT_ONLY
 from worker.families.table import family_named
 from worker.group.exchange import Collectives, Exchange
 from worker.runners.checkpoint import anonymous_info, geometry_of, kv_kinds
-from worker.runners.transformers_dsa import DTYPES, AfterIndexTopk, TransformersRunner
+from worker.runners.held_weights import DTYPES
+from worker.runners.transformers_dsa import AfterIndexTopk, TransformersRunner
 from worker.weights.layout import ExpertShare
 from worker.weights.matmul import Matmul, resolve_matmul
 from worker.weights.modules import expert_matmul

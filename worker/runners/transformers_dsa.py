@@ -28,7 +28,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -47,20 +46,17 @@ from kernels.rows import (
 )
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from protocol.config_checks import WEIGHT_ONLY
-from protocol.errors import BadInput, ConfigError, InternalError, Unavailable
+from protocol.errors import BadInput, InternalError, Unavailable
 from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
-from protocol.settings import WorkerSettings
 from protocol.tokenizer_files import read_tokenizer
-from worker.device.gpu_memory import cuda_device, free_device_bytes
+from worker.device.gpu_memory import free_device_bytes
 from worker.device.passes import PassUnit
 from worker.device.sizing import require_weights_fit
-from worker.device.step_rows import StepRows, rows_max
+from worker.device.step_rows import StepRows
 from worker.families.base import Module
 from worker.families.table import latent_family_of, library_config
 from worker.group.exchange import Collectives, Exchange
-from worker.keeper.memory import KeptMemory, TableDiffersError, find_memory
-from worker.keeper.messages import TABLE_VERSION, WeightsIdentity
 from worker.runners import attention as mla
 from worker.runners.adjust import Adjust
 from worker.runners.base import (
@@ -70,10 +66,8 @@ from worker.runners.base import (
     SamplerState,
     StepOutputs,
     UnitWritten,
-    arithmetic,
     form_block_tokens,
     no_listener,
-    prefix_unit_tokens,
 )
 from worker.runners.checkpoint import (
     describe_model,
@@ -85,6 +79,7 @@ from worker.runners.checkpoint import (
 )
 from worker.runners.drafting import Drafting
 from worker.runners.drawing import draw_first, draw_step, fed_tokens
+from worker.runners.held_weights import dtype_name, kept_memory, torch_dtype_of
 from worker.runners.layers import Angles, Halfway, Layer, Layers, row_multiple
 from worker.runners.prompt import Expanded, Gathered, ModelPass, PromptAttention, PromptBlock
 from worker.runners.splitting import Splitting
@@ -112,8 +107,6 @@ log = logger("worker.runners")
 
 #: Rows for which products with FP8 weights are compiled: decode batches and prompt blocks fall between these.
 PREPARED_ROWS: Final = [1 << power for power in range(13)]
-
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(eq=False)
@@ -227,7 +220,7 @@ class TransformersRunner:
         config, draft_layer = read_config(path, with_weights=False), draft_tokens > 0
         latent_family_of(SimpleNamespace(**config))
         tokenizer = read_tokenizer(path)
-        torch_dtype = _torch_dtype(dtype, config)
+        torch_dtype = torch_dtype_of(dtype, config)
         keeps = torch.device(device).type == "cuda" if keeps_fp8 is None else keeps_fp8
         quantization = read_quantization(config, Path(path) / "config.json")
         products = resolve_matmul(
@@ -239,7 +232,7 @@ class TransformersRunner:
         )
         with library_refusals(path, FIELD):
             share = _share_of(path, collectives)
-            memory = _kept_memory(
+            memory = kept_memory(
                 keeper,
                 path,
                 device,
@@ -256,7 +249,7 @@ class TransformersRunner:
                 )
             if torch.device(device).type == "cuda":
                 block, about = quantization.block if quantization else None, library_config(path)
-                name, ranks = _dtype_name(torch_dtype), collectives.size if collectives is not None else 1
+                name, ranks = dtype_name(torch_dtype), collectives.size if collectives is not None else 1
                 held = weights_bytes(about, name, block, on_gpu=True, experts=share, draft_layer=draft_layer)
                 require_weights_fit(
                     {} if memory is not None and memory.is_filled else held,
@@ -285,7 +278,7 @@ class TransformersRunner:
                 memory=memory,
                 keeps_kv_b=torch.device(device).type != "cuda",
             )
-        kinds = kv_kinds(_dtype_name(torch_dtype), kv_dtype, row_dtype, index_dtype)
+        kinds = kv_kinds(dtype_name(torch_dtype), kv_dtype, row_dtype, index_dtype)
         geometry = geometry_of(model.config, kinds, draft_layer=draft_layer)
         exchange = None
         if collectives is not None:
@@ -339,7 +332,7 @@ class TransformersRunner:
 
     def prompt_bytes(self, pass_tokens: int) -> int:
         """See worker/weights/layout.py: computed."""
-        config, name = self._layers.model.config, _dtype_name(self.dtype)
+        config, name = self._layers.model.config, dtype_name(self.dtype)
         ranks = self._layers.ranks
         return prompt_scratch_bytes(config, self.block_tokens_max, pass_tokens, dtype=name, ranks=ranks)
 
@@ -761,78 +754,6 @@ class TransformersRunner:
         return self._scratch[rows]
 
 
-def load_runner(
-    settings: WorkerSettings,
-    collectives: Collectives | None = None,
-    keeper: Path | None = None,
-    *,
-    only_attach: bool = False,
-) -> TransformersRunner:
-    """The runner a worker's settings ask for; a rank's with the `collectives` of its group; with weights in the memory
-    of the keeper at socket `keeper`. Raises ConfigError, and with `only_attach` TableDiffersError and Unavailable (see
-    `TransformersRunner.load`)."""
-    load = partial(
-        TransformersRunner.load,
-        settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_dtype,
-        row_dtype=settings.row_dtype,
-        index_dtype=settings.index_dtype,
-        deterministic_seats=settings.seats if settings.deterministic else 0,
-        matmul=settings.matmul,
-        collectives=collectives,
-        rows_max=rows_max(settings),
-        draft_tokens=settings.draft_tokens_max,
-        keeper=keeper,
-        only_attach=only_attach,
-    )
-    try:
-        runner = load()
-    except TableDiffersError as difference:
-        if only_attach:
-            raise
-        log.warning("kept weights are not those of this code: they are loaded anew", extra=fields(cause=difference))
-        runner = load()
-    unit = prefix_unit_tokens(settings)
-    runner.info = msgspec.structs.replace(
-        runner.info,
-        prefix_unit_tokens=unit,
-        reuses_generated=not settings.deterministic,
-        arithmetic=arithmetic(settings, runner.matmul),
-    )
-    return runner
-
-
-def _kept_memory(
-    keeper: Path | None,
-    path: str | Path,
-    device: str,
-    dtype: torch.dtype,
-    products: Matmul,
-    *,
-    keeps_fp8: bool,
-    share: ExpertShare | None,
-    draft_layer: bool,
-    only_attach: bool,
-) -> KeptMemory | None:
-    """Memory of the keeper at socket `keeper` for weights of these settings; None without one."""
-    if keeper is None:
-        return None
-    fp8 = f"FP8 {'kept' if keeps_fp8 else 'decoded'}"
-    identity = WeightsIdentity(
-        checkpoint=weights_digest(path),
-        table=TABLE_VERSION,
-        device="",
-        dtype=_dtype_name(dtype),
-        form=f"{fp8}, rows {'quantized' if products.quantizes_rows else 'as they are'}",
-        experts="all" if share is None else f"{share.count} from {share.first}",
-        layers="with the draft layer" if draft_layer else "without a draft layer",
-    )
-    place = cuda_device(device) if device != "cpu" else torch.device(device)
-    return find_memory(keeper, identity, place, only_attach=only_attach)
-
-
 def _own(prompts: PromptPass) -> ModelPass:
     """A pass that this kind of runner began. Raises InternalError for any other."""
     if not isinstance(prompts, ModelPass):
@@ -850,17 +771,3 @@ def _round_rows(config: Any, rows: int, *, deterministic: bool) -> int:
     """Rows of the largest round, with those that keep rows apart."""
     multiple = row_multiple(config) if deterministic else 1
     return -(-rows // multiple) * multiple
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return next(name for name, known in DTYPES.items() if known == dtype)
-
-
-def _torch_dtype(name: str, config: dict[str, Any]) -> torch.dtype:
-    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
-    chosen = stored if name == "auto" else name
-    if chosen not in DTYPES:
-        raise ConfigError(
-            "cannot be served", field="worker.dtype", value=chosen, remedy=f"use one of {', '.join(DTYPES)}"
-        )
-    return DTYPES[chosen]

@@ -32,8 +32,9 @@ from worker.keeper.messages import FillWeights, KeeperRefuses, SegmentGiven, Wei
 from worker.keeper.watch import KeeperWatch
 from worker.runners import transformers_dsa
 from worker.runners.checkpoint import weights_digest
+from worker.runners.load import load_runner
 from worker.runners.tiny import write_tiny_checkpoint
-from worker.runners.transformers_dsa import TransformersRunner, load_runner
+from worker.runners.transformers_dsa import TransformersRunner
 from worker.weights import model as weights_model
 
 CPU = torch.device("cpu")

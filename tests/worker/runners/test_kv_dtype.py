@@ -22,9 +22,10 @@ from tests.support.prompts import TEXT
 from tests.support.runner_rig import Rig
 from worker.runners import attention as mla
 from worker.runners.checkpoint import geometry_of
+from worker.runners.load import load_runner
 from worker.runners.prompt import PromptBlock
 from worker.runners.tiny import tiny_config
-from worker.runners.transformers_dsa import TransformersRunner, load_runner
+from worker.runners.transformers_dsa import TransformersRunner
 
 TOPK, TOKENS, ROWS = 32, 12, 3
 #: Largest error of attended latents of order 1 in float32: of sums over at most TOPK rows.

@@ -32,10 +32,11 @@ from worker.runners import layers, swapping
 from worker.runners.checkpoint import geometry_of
 from worker.runners.experts import experts_for
 from worker.runners.invariance import not_apart, remedies, rows_apart
+from worker.runners.load import load_runner
 from worker.runners.logprobs import allocate_rows
 from worker.runners.sampling import sample
 from worker.runners.tiny import tiny_config
-from worker.runners.transformers_dsa import TransformersRunner, load_runner
+from worker.runners.transformers_dsa import TransformersRunner
 from worker.streams import make_streams
 
 #: Greedy tokens may differ only where generate()'s own two best logits are closer (fp32, logits of order 5).
