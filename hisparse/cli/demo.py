@@ -7,10 +7,12 @@ from pathlib import Path
 import click
 
 from hisparse.console.options import EXIT_FAILED
-from worker.families.table import names
+from worker.families.table import family_named, names
 
 
-def _range(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
+def _range(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    if value is None:
+        return None
     low, _, high = value.partition(":")
     if not (low.isdecimal() and high.isdecimal()):
         raise click.BadParameter(f"{value!r} is not MIN:MAX", ctx=context, param=parameter)
@@ -30,11 +32,9 @@ def _range(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option("--new-tokens", type=click.IntRange(1), help="New tokens per request; default: 128, on a GPU 512.")
 @click.option(
     "--prompt-tokens",
-    default="2048:6000",
-    show_default=True,
     callback=_range,
     metavar="MIN:MAX",
-    help="Prompt lengths, spread evenly.",
+    help="Prompt lengths, spread evenly; default: 2048:6000, more where a family selects more.",
 )
 @click.option(
     "--turns",
@@ -85,7 +85,7 @@ def demo(
     prompts: tuple[Path, ...],
     requests: int,
     new_tokens: int | None,
-    prompt_tokens: tuple[int, int],
+    prompt_tokens: tuple[int, int] | None,
     turns: int,
     workers: int,
     group_size: int,
@@ -104,11 +104,16 @@ def demo(
     decodes the same prompts and every token is compared. Exit code 1 on a mismatch or a leak.
     """
     from hisparse.console.output import console, plain, write_json
-    from hisparse.demo.plan import CPU_NEW_TOKENS, GPU_NEW_TOKENS, DemoOptions
+    from hisparse.demo.plan import CPU_NEW_TOKENS, GPU_NEW_TOKENS, DemoOptions, default_prompt_tokens
     from hisparse.demo.run import run_demo
 
+    known = family_named(family)
+    topk = max(DemoOptions.topk, known.topk_least)
+    prompt_tokens = prompt_tokens or default_prompt_tokens(topk)
     options = DemoOptions(
         family=family,
+        topk=topk,
+        hot_multiple=known.hot_multiple,
         requests=requests,
         workers=workers,
         group_size=group_size,

@@ -40,7 +40,7 @@ class DemoOptions:
     With `turns` above 1 each request is the first turn of a conversation, whose later turns begin with all that was
     said; the last conversation says what the first one says, for another owner. `group_size` workers share one copy of
     the model. Workers draft `draft_tokens` tokens for each step. `streams` "": the default backend of the device.
-    `weights`: as stored in the checkpoint, float32 or fp8.
+    `weights`: as stored in the checkpoint, float32 or fp8. Hot buffers have a multiple of `hot_multiple` slots.
     """
 
     family: str = "glm-5"
@@ -56,6 +56,7 @@ class DemoOptions:
     weights: str = "float32"
     turns: int = 1
     draft_tokens: int = 0
+    hot_multiple: int = PAGE_TOKENS
 
     @property
     def context_tokens_max(self) -> int:
@@ -112,7 +113,7 @@ def memory_for(options: DemoOptions) -> DemoMemory:
     concurrent = min(options.requests, chunks_max // managed_chunks(options.topk))
     by_share = int(options.prompt_tokens_min * HOT_SHARE_MAX) - PAGE_TOKENS
     by_chunks = (chunks_max // max(concurrent, 1) - 1) * PAGE_TOKENS
-    hot_slots = min(by_share, by_chunks) // PAGE_TOKENS * PAGE_TOKENS
+    hot_slots = min(by_share, by_chunks) // options.hot_multiple * options.hot_multiple
     if hot_slots < options.topk:
         raise BadInput(
             f"a hot buffer of {hot_slots} slots cannot hold the {options.topk} rows that one step selects",
@@ -121,6 +122,11 @@ def memory_for(options: DemoOptions) -> DemoMemory:
             remedy="raise --prompt-tokens",
         )
     return DemoMemory(hot_slots, concurrent * managed_chunks(hot_slots))
+
+
+def default_prompt_tokens(topk: int) -> tuple[int, int]:
+    """Return the range of prompt lengths for a model that selects `topk` tokens."""
+    return max(DemoOptions.prompt_tokens_min, round(topk / TOPK_SHARE_MAX)), DemoOptions.prompt_tokens_max
 
 
 def prompt_lengths(count: int, low: int, high: int) -> list[int]:

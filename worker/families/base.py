@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from protocol.units import PAGE_TOKENS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -106,6 +108,8 @@ class Family(ABC):
     chat: str
     template: str
     tiny: Mapping[str, Any] = field(default_factory=dict)  # changes of a tiny checkpoint's config
+    topk_least: int = 1  # tokens that a tiny checkpoint selects at least
+    hot_multiple: int = PAGE_TOKENS  # of tokens: sizes of hot buffers that suit every checkpoint
 
     # ---------------------------------------------------------------- config
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from kernels.layout import DENSE, Geometry
+from kernels.layout import DENSE, TAIL_PAGES, Geometry
 from kernels.row_bytes import PLAIN_BYTES, KvKinds
 from protocol.errors import ConfigError
 from protocol.units import PAGE_TOKENS
@@ -70,6 +70,8 @@ _NAMES: Final = {
     "intermediate_size": "dense_intermediate_size",
     "moe_intermediate_size": "intermediate_size",
 }
+#: Tokens of a published block.
+_BLOCK_TOKENS: Final = 128
 #: Blocks that a head of a tiny checkpoint selects at least: with one it had no choice.
 _BLOCKS_LEAST: Final = 2
 _NOT_INDEXED: Final = "sparse_attention_config.sparse_disable_index_value"
@@ -113,7 +115,7 @@ class _MiniMaxM3(Family):
         text = {_NAMES.get(name, name): value for name, value in fields.items()}
         text = {name: value for name, value in text.items() if name in known}
         if "index_topk" in fields:
-            blocks = fields["index_topk"] // fields.get("index_block_size", 128)
+            blocks = fields["index_topk"] // fields.get("index_block_size", _BLOCK_TOKENS)
             text["index_topk_blocks"] = max(_BLOCKS_LEAST, blocks)
         dense = min(3, layers - 1)
         default = {
@@ -340,10 +342,12 @@ MINIMAX_M3: Final = _MiniMaxM3(
         *("mtp.", "language_model.mtp.", "language_model.model.mtp."),
     ),
     chat="minimax",
+    topk_least=_BLOCKS_LEAST * _BLOCK_TOKENS,
+    hot_multiple=TAIL_PAGES * PAGE_TOKENS,
     template=_TEMPLATE,
     tiny={
         **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16, "index_n_heads": 2},
-        **{"index_head_dim": 32, "index_block_size": 128, "shared_intermediate_size": 64},
+        **{"index_head_dim": 32, "index_block_size": _BLOCK_TOKENS, "shared_intermediate_size": 64},
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
         "vision_config": {
             **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},

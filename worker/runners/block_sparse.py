@@ -27,6 +27,7 @@ from torch import Tensor
 from kernels.block_attention import attend_dense, attend_pages
 from kernels.block_topk import block_topk
 from kernels.layout import Geometry
+from kernels.reference.block_attention import attend
 from kernels.reference.block_topk import block_scores, top_blocks, write_pages
 from kernels.rows import (
     read_index_keys,
@@ -38,11 +39,12 @@ from kernels.rows import (
 )
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import swap_in
-from protocol.config_checks import WEIGHT_ONLY
+from protocol.config_checks import SEATS_MAX, WEIGHT_ONLY
 from protocol.errors import ConfigError, InternalError, Unavailable
 from protocol.logs import fields, logger
 from protocol.messages import ModelInfo
 from protocol.tokenizer_files import read_tokenizer
+from protocol.units import PAGE_TOKENS
 from worker.families.base import Module
 from worker.group.exchange import Collectives
 from worker.runners.adjust import Adjust
@@ -66,6 +68,7 @@ from worker.runners.checkpoint import (
 from worker.runners.drawing import draw_first, draw_step, fed_tokens
 from worker.runners.experts import experts_for, routed
 from worker.runners.held_weights import dtype_name, kept_memory, torch_dtype_of
+from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.weights.matmul import DECODED, resolve_matmul
 from worker.weights.model import load_model
 from worker.weights.safetensors_header import FIELD
@@ -146,10 +149,13 @@ class BlockSparseRunner:
         info: ModelInfo,
         geometry: Geometry,
         *,
+        deterministic_seats: int = 0,
         after_index_topk: Callable[[int, StepBatch, Tensor], None] | None = None,
     ) -> None:
-        """`after_index_topk` sees the number of each selection, the batch, and the pages int32[B, k] that were
-        selected."""
+        """`deterministic_seats` > 0: every step has that many rows, which are kept apart. Raises ConfigError.
+
+        `after_index_topk` sees the number of each selection, the batch, and the pages int32[B, k] that were selected.
+        """
         self.after_index_topk = after_index_topk
         self.info = info
         self.geometry = geometry
@@ -162,7 +168,10 @@ class BlockSparseRunner:
         self._blocks = config.index_topk_blocks
         self._rope = getattr(sys.modules[type(model).__module__], ROPE)
         self._decode_experts, self._prompt_experts = experts_for(model.device, model.dtype)
+        self._block_tokens_max = form_block_tokens(gathered=False, deterministic=deterministic_seats > 0)
         self._scratch: dict[int, _StepScratch] = {}
+        if deterministic_seats:
+            self._require_rows_apart(deterministic_seats)
 
     @classmethod
     def load(
@@ -183,10 +192,10 @@ class BlockSparseRunner:
         only_attach: bool = False,
     ) -> BlockSparseRunner:
         """Load a checkpoint directory, as TransformersRunner.load does. Raises ConfigError for what this runner does
-        not serve: a GPU, deterministic mode, groups, drafts, products of quantized rows."""
+        not serve: a GPU, groups, drafts, products of quantized rows."""
         began = time.monotonic()
         config, tokenizer = read_config(path, with_weights=False), read_tokenizer(path)
-        _require_served(config, device, deterministic_seats, collectives, draft_tokens)
+        _require_served(config, device, collectives, draft_tokens)
         torch_dtype = torch_dtype_of(dtype, config)
         products = resolve_matmul(
             matmul, device=torch.device(device), dtype=torch_dtype, quantization=None, deterministic=False
@@ -209,7 +218,8 @@ class BlockSparseRunner:
                 )
             model = load_model(path, None, dtype=torch_dtype, device=device, matmul=products, memory=memory)
         kinds = kv_kinds(dtype_name(torch_dtype), kv_dtype, row_dtype, index_dtype)
-        runner = cls(model, describe_model(path, model.config, tokenizer), geometry_of(model.config, kinds))
+        info, geometry = describe_model(path, model.config, tokenizer), geometry_of(model.config, kinds)
+        runner = cls(model, info, geometry, deterministic_seats=deterministic_seats)
         if memory is not None:
             memory.finish(partial(weights_digest, path))
             runner.weights_are_kept = memory.is_kept
@@ -222,7 +232,7 @@ class BlockSparseRunner:
     @property
     def block_tokens_max(self) -> int:
         """Rows of the largest unit."""
-        return form_block_tokens(gathered=False, deterministic=False)
+        return self._block_tokens_max
 
     def prompt_bytes(self, pass_tokens: int) -> int:
         """Return 0: the budget of a CPU's device memory has no scratch memory in it."""
@@ -432,6 +442,39 @@ class BlockSparseRunner:
         logits = self._logits(prompts.hidden[:, part.end - 1 : part.end])
         draw_first(logits, part.seat, part.stop, sampler, outputs, adjust)
 
+    # ---------------------------------------------------------------- deterministic mode
+
+    @torch.inference_mode()
+    def _require_rows_apart(self, seats: int) -> None:
+        """Check a layer of each kind with steps of `seats`. Raises ConfigError with what was found to help."""
+        dense, layers = self.geometry.dense, [*enumerate(self._model.model.layers)]
+        kinds = {(number < dense, hasattr(layer.mlp, "experts")): number for number, layer in layers}
+
+        def apart(rows: int) -> bool:
+            random_rows = partial(torch.randn, rows, 1, self._config.hidden_size, dtype=self.dtype)
+            return rows <= SEATS_MAX and all(rows_apart(partial(self._alone, it), random_rows) for it in kinds.values())
+
+        if not apart(seats):
+            raise not_apart(remedies(apart, seats, uses_threads=True))
+
+    def _alone(self, layer: int, hidden: Tensor) -> Tensor:
+        """Return all that a layer makes of hidden states [B, 1, hidden] at one position, [B, n]; each row attends to
+        its own K and V, of as many places as a page has."""
+        module, positions = self._layer(layer), torch.ones(len(hidden), 1, dtype=torch.long)
+        entered, angles = module.input_layernorm(hidden), self._model.model.rotary_emb(hidden, positions)
+        projected = self._projected(module.self_attn, entered, angles)
+        queries, held = projected.queries.squeeze(1), torch.ones(len(hidden), PAGE_TOKENS, dtype=torch.bool)
+        heads = []
+        for head, own in enumerate(queries.chunk(self.geometry.heads, dim=1)):
+            key, value = (of[:, :, head].repeat(1, PAGE_TOKENS, 1) for of in (projected.keys, projected.values))
+            heads.append(attend(own, key, value, held, module.self_attn.scaling))
+        attended = torch.cat(heads, dim=1).to(self.dtype).flatten(1).unsqueeze(1)
+        left = self._left(layer, hidden, attended, self._decode_experts)
+        parts = [*projected, left, self._logits(left)]
+        if layer >= self.geometry.dense:
+            parts += self._indexed(module.self_attn.indexer, entered, angles)
+        return torch.cat([part.flatten(1).float() for part in parts], dim=1)
+
     # ---------------------------------------------------------------- layers, of N x S tokens
 
     @property
@@ -497,14 +540,11 @@ class BlockSparseRunner:
         return self._scratch[rows]
 
 
-def _require_served(
-    config: Mapping[str, Any], device: str, deterministic_seats: int, collectives: Collectives | None, drafts: int
-) -> None:
+def _require_served(config: Mapping[str, Any], device: str, collectives: Collectives | None, drafts: int) -> None:
     """Raise ConfigError naming the first setting that this runner does not serve."""
     kind = config["model_type"]
     for is_asked, field_name, value, remedy in (
         (device != "cpu", "worker.device", device, "use cpu"),
-        (deterministic_seats > 0, "worker.deterministic", True, "use false"),
         (collectives is not None, "worker.group", "a group", "run workers that hold the whole model"),
         (drafts > 0, "worker.draft_tokens", drafts, "use 0"),
     ):
