@@ -44,14 +44,14 @@ def build(architectures: tuple[str, ...]) -> None:
 
 
 def _published() -> Iterator[Kept]:
-    """Yield what each published model keeps, in each format."""
+    """Yield what each published model with latent attention keeps, in each format."""
     from kernels.compile import Kept
     from kernels.row_bytes import KINDS
     from kernels.row_format import index_key_format, kv_row_format
-    from worker.families.table import models
+    from worker.families.table import family_named, latent_names
     from worker.weights.synth import published_config
 
-    for config in map(published_config, models()):
+    for config in map(published_config, (model for name in latent_names() for model in family_named(name).models)):
         for kind in KINDS[1:]:  # no model is published in float32
             rows = kv_row_format(kind, config.kv_lora_rank, config.qk_rope_head_dim)
             yield Kept(rows, index_key_format(kind, config.index_head_dim), config.index_n_heads)

@@ -140,7 +140,7 @@ def read_repository(path: Path) -> Repository:
         model_type=about.model_type,
         layers=geometry.layers,
         selecting_layers=geometry.groups,
-        topk=geometry.topk,
+        topk=about.index_topk,
         context_max_tokens=about.max_position_embeddings,
         files=files,
         weights_bytes=stored,

@@ -166,7 +166,7 @@ def size(
     geometry = geometry_of(dimensions, kinds, draft_layer=found.settings.draft_tokens_max > 0)
     traced = _read_trace(trace, geometry, found) if trace is not None else None
     if output == "table":
-        _print(found, dimensions.model_type, kinds, held, group_size, traced)
+        _print(found, dimensions, kinds, held, group_size, traced)
     else:
         about = {
             "settings": _chosen(found.settings),
@@ -399,13 +399,13 @@ def _chosen(settings: WorkerSettings) -> dict[str, object]:
 
 
 def _print(
-    plan: MemoryPlan, model: str, kinds: KvKinds, held: RankBytes | None, group_size: int, traced: _Traced | None
+    plan: MemoryPlan, dimensions: Any, kinds: KvKinds, held: RankBytes | None, group_size: int, traced: _Traced | None
 ) -> None:
     from hisparse.console.output import print_table, size_text, write_line
     from hisparse.console.table import Column
     from worker.device.sizing import STANDBY_DEVICE_BYTES, STANDBY_HOST_BYTES
 
-    for line in _lines(plan, model, kinds):
+    for line in _lines(plan, dimensions, kinds):
         write_line(line)
     if held is not None:
         parts = ", ".join(f"{size_text(size)} {name}" for name, size in held.weights.items())
@@ -462,11 +462,12 @@ def _trace_line(traced: _Traced, plan: MemoryPlan) -> str:
     )
 
 
-def _lines(plan: MemoryPlan, model: str, kinds: KvKinds) -> Iterator[str]:
+def _lines(plan: MemoryPlan, dimensions: Any, kinds: KvKinds) -> Iterator[str]:
     from hisparse.console.output import size_text
 
     each = f", {plan.requests_by_host // plan.workers} for each of {plan.workers} workers" if plan.workers > 1 else ""
-    yield f"{model}: {plan.layers} layers, {plan.index_groups} index groups, top-k {plan.topk}"
+    model, topk = dimensions.model_type, dimensions.index_topk
+    yield f"{model}: {plan.layers} layers, {plan.index_groups} index groups, top-k {topk}"
     yield f"  row             {plan.row_bytes} bytes in {kinds.rows}"
     yield f"  index key       {plan.index_row_bytes} bytes in {kinds.keys}"
     yield f"A request of {plan.context_tokens} tokens:"

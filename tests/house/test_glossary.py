@@ -55,7 +55,7 @@ LEFT: dict[str, tuple[set[str], str]] = {
         | {"worker/oracle.py", "tests/gpu/test_deep_gemm.py", "tests/kernels/test_quantize.py"}
         | {"tests/kernels/test_deep_gemm.py", "tests/worker/weights/test_modules.py"}
         | {"worker/weights/layout.py", "worker/weights/model.py", "worker/weights/modules.py"}
-        | {"worker/families/axk2.py", "worker/families/base.py", "worker/runners/attention.py"}
+        | {"worker/families/axk2.py", "worker/families/latent.py", "worker/runners/attention.py"}
         | {"worker/families/hy_v4.py", "tests/worker/families/test_hy_v4.py"}
         | {"tests/worker/families/test_axk2.py", "tests/worker/families/test_toy_family.py"},
         "gate projections of MLPs and experts, and gates of norms and attention, as the model library spells them",

@@ -111,7 +111,7 @@ class _MiniMaxM3(Family):
 
         from transformers import MiniMaxM3VLConfig, MiniMaxM3VLTextConfig
 
-        known, layers = {it.name for it in fields_of(MiniMaxM3VLTextConfig)}, fields.get("num_hidden_layers", 60)
+        known, layers = {one.name for one in fields_of(MiniMaxM3VLTextConfig)}, fields.get("num_hidden_layers", 60)
         text = {_NAMES.get(name, name): value for name, value in fields.items()}
         text = {name: value for name, value in text.items() if name in known}
         if "index_topk" in fields:
@@ -225,7 +225,7 @@ class _MiniMaxM3(Family):
 
     def attention_tensors(self, config: Any, prefix: str, *, selects: bool) -> Iterator[TensorSpec]:
         hidden, size = config.hidden_size, config.head_dim
-        for name, heads in (("q", config.num_attention_heads), *((it, config.num_key_value_heads) for it in "kv")):
+        for name, heads in (("q", config.num_attention_heads), *((one, config.num_key_value_heads) for one in "kv")):
             yield from product_tensors(f"{prefix}.{name}_proj", heads * size, hidden)
         yield from product_tensors(f"{prefix}.o_proj", hidden, config.num_attention_heads * size)
         yield from (TensorSpec(f"{prefix}.{name}_norm.weight", (size,)) for name in "qk")

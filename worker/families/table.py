@@ -50,7 +50,7 @@ def latent_family_of(config: Any) -> LatentFamily:
     if isinstance(family, LatentFamily):
         return family
     served = ", ".join(kind for kind, one in FAMILIES.items() if isinstance(one, LatentFamily))
-    text = f"{family.name} is not served yet: its repositories are checked and sized"
+    text = f"{family.name} has no latent attention, which this runner computes"
     raise ConfigError(text, field="config.json model_type", value=config.model_type, remedy=f"use one of {served}")
 
 

@@ -75,7 +75,7 @@ def read_dimensions(path: str | Path) -> Any:
     leaves = family.shares and (family.shares_by_default or SHARING & config.keys())
     if leaves and not config.get("indexer_types"):
         return read_by_library(file)
-    missing = [name for name in (*DIMENSIONS, *family.row_sizes) if not isinstance(config.get(name), int)]
+    missing = [name for name in (*family.row_sizes, *DIMENSIONS) if not isinstance(config.get(name), int)]
     if missing:
         raise _unfit(f"has no {', no '.join(missing)}", path, "pass the config.json of the whole model")
     return SimpleNamespace(**config)

@@ -147,7 +147,7 @@ def stored_tensors(config: Any, *, fp8: bool) -> Iterator[TensorSpec]:
     """
     family = family_of(config)
     if fp8:
-        require_quantizes(family, "fp8", "fp8")
+        require_quantizes(family, "fp8", True)
     for spec in tensors_of(config, draft_layer=family.drafts):
         found = EXPERT.match(spec.name) if family.stacks_experts and not fp8 else None
         if found is None:
