@@ -121,6 +121,16 @@ class Exchange:
         hidden = rows.hidden[part]
         return hidden if rows.scales is None else Codes(hidden, rows.scales[part], self._powers)
 
+    @contextmanager
+    def standing_for_all(self) -> Iterator[None]:
+        """Wait for no rank within: this one stands for all, with its rows in the place of each."""
+        collectives = self.collectives
+        self.collectives = Alike(collectives.rank, collectives.size)
+        try:
+            yield
+        finally:
+            self.collectives = collectives
+
     def parts(self, hidden: Tensor, chosen: Tensor, weights: Tensor, rows: int, experts: Experts) -> Tensor:
         """Sums over the choices of `hidden` [n, h], n <= rows, by rank: [ranks, n, h], void in the next round. `chosen`
         int[n, k], -1 for none; weights [n, k].

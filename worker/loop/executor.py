@@ -207,7 +207,7 @@ class Executor:
         self._report = Reporter(reports, self.counters, self._seats.swap_counts)
         self._requests: dict[int, RunningRequest] = {}
         tokens = settings.pass_tokens // block * block if block else settings.pass_tokens
-        least, guests = split_tokens(settings), None
+        least, guests = self._split_tokens(group, settings), None
         if group is not None and least:
             shared = self.state, self._seats, self._swap, group.collectives, settings.pass_tokens
             guests = Guests(cast(GroupRunner, runner), streams, *shared)
@@ -240,6 +240,11 @@ class Executor:
         )
         self._read_at = self._counted_at = self._capture_at = clock()
 
+    def _split_tokens(self, group: Group | None, settings: WorkerSettings) -> int:
+        """Return the tokens that a pass has at least for ranks to split it; 0: none is split."""
+        splits = group is not None and cast(GroupRunner, self._runner).splits_passes
+        return split_tokens(settings) if splits else 0
+
     def _agree(self, group: Group, settings: WorkerSettings) -> Rounds:
         block = prompt_block_tokens(settings) if settings.deterministic else 0
         agreement = Agreement(
@@ -247,7 +252,7 @@ class Executor:
             batch_sizes=self._decoder.batch_sizes,
             layers=self._runner.info.layers,
             fixed_block=block,
-            split_tokens=split_tokens(settings),
+            split_tokens=self._split_tokens(group, settings),
         )
         group.control.on_wake = self.wake
         group.control.counters = self.counters

@@ -386,7 +386,12 @@ class DraftRunner(Runner, Protocol):
 
 
 class GroupRunner(Runner, Protocol):
-    """The runner of a rank, which holds a share of the model's experts: all ranks launch the same rounds."""
+    """The runner of a rank, which holds a share of the model's experts: all ranks launch the same rounds.
+
+    `splits_passes`: launch_split is there.
+    """
+
+    splits_passes: bool
 
     def launch_padding(self, streams: Streams, layer: int, rows: int) -> None:
         """Take part on `compute` in a unit of `layer`, padded to `rows` on each rank, without a prompt."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from kernels.block_topk import block_topk
 from kernels.layout import Geometry
 from kernels.reference.block_attention import attend
 from kernels.reference.block_topk import block_scores, top_blocks, write_pages
+from kernels.routing import add_parts
 from kernels.rows import (
     read_index_keys,
     read_slab_rows,
@@ -46,7 +48,7 @@ from protocol.messages import ModelInfo
 from protocol.tokenizer_files import read_tokenizer
 from protocol.units import PAGE_TOKENS
 from worker.families.base import Module
-from worker.group.exchange import Collectives
+from worker.group.exchange import Collectives, Exchange
 from worker.runners.adjust import Adjust
 from worker.runners.base import (
     PromptPart,
@@ -66,9 +68,10 @@ from worker.runners.checkpoint import (
     weights_digest,
 )
 from worker.runners.drawing import draw_first, draw_step, fed_tokens
-from worker.runners.experts import experts_for, routed
-from worker.runners.held_weights import dtype_name, kept_memory, torch_dtype_of
+from worker.runners.experts import Over, experts_for, hold_share, padding, routed
+from worker.runners.held_weights import dtype_name, exchange_of, kept_memory, share_of, torch_dtype_of
 from worker.runners.invariance import not_apart, remedies, rows_apart
+from worker.weights.layout import ExpertShare
 from worker.weights.matmul import DECODED, resolve_matmul
 from worker.weights.model import load_model
 from worker.weights.safetensors_header import FIELD
@@ -141,7 +144,9 @@ class _StepScratch:
 
 
 class BlockSparseRunner:
-    """See worker/runners/base.py for the contract. Of a library's `model` on a CPU."""
+    """See worker/runners/base.py for the contract. Of a library's `model` on a CPU. Ranks of a group split no pass."""
+
+    splits_passes = False
 
     def __init__(
         self,
@@ -150,10 +155,13 @@ class BlockSparseRunner:
         geometry: Geometry,
         *,
         deterministic_seats: int = 0,
+        share: ExpertShare | None = None,
+        exchange: Exchange | None = None,
         after_index_topk: Callable[[int, StepBatch, Tensor], None] | None = None,
     ) -> None:
         """`deterministic_seats` > 0: every step has that many rows, which are kept apart. Raises ConfigError.
 
+        A `model` with the routed experts of `share` alone needs the `exchange` with the ranks that hold the others.
         `after_index_topk` sees the number of each selection, the batch, and the pages int32[B, k] that were selected.
         """
         self.after_index_topk = after_index_topk
@@ -168,7 +176,11 @@ class BlockSparseRunner:
         self._blocks = config.index_topk_blocks
         self._rope = getattr(sys.modules[type(model).__module__], ROPE)
         self._decode_experts, self._prompt_experts = experts_for(model.device, model.dtype)
+        self._share, self._exchange = share, exchange
         self._block_tokens_max = form_block_tokens(gathered=False, deterministic=deterministic_seats > 0)
+        if share is not None and exchange is not None:
+            hold_share(model, share)
+            self._block_tokens_max = min(self._block_tokens_max, exchange.rows_max)
         self._scratch: dict[int, _StepScratch] = {}
         if deterministic_seats:
             self._require_rows_apart(deterministic_seats)
@@ -192,15 +204,16 @@ class BlockSparseRunner:
         only_attach: bool = False,
     ) -> BlockSparseRunner:
         """Load a checkpoint directory, as TransformersRunner.load does. Raises ConfigError for what this runner does
-        not serve: a GPU, groups, drafts, products of quantized rows."""
+        not serve: a GPU, drafts, products of quantized rows."""
         began = time.monotonic()
         config, tokenizer = read_config(path, with_weights=False), read_tokenizer(path)
-        _require_served(config, device, collectives, draft_tokens)
+        _require_served(config, device, draft_tokens)
         torch_dtype = torch_dtype_of(dtype, config)
         products = resolve_matmul(
             matmul, device=torch.device(device), dtype=torch_dtype, quantization=None, deterministic=False
         )
         with library_refusals(path, FIELD):
+            share = share_of(path, collectives)
             memory = kept_memory(
                 keeper,
                 path,
@@ -208,7 +221,7 @@ class BlockSparseRunner:
                 torch_dtype,
                 products,
                 keeps_fp8=False,
-                share=None,
+                share=share,
                 draft_layer=False,
                 only_attach=only_attach,
             )
@@ -216,10 +229,20 @@ class BlockSparseRunner:
                 raise Unavailable(
                     "no weights that can be mapped", field="keeper", value=keeper, remedy="see the line before"
                 )
-            model = load_model(path, None, dtype=torch_dtype, device=device, matmul=products, memory=memory)
+            about: Any = {
+                "dtype": torch_dtype,
+                "device": device,
+                "matmul": products,
+                "experts": share,
+                "memory": memory,
+            }
+            model = load_model(path, None, **about)
         kinds = kv_kinds(dtype_name(torch_dtype), kv_dtype, row_dtype, index_dtype)
         info, geometry = describe_model(path, model.config, tokenizer), geometry_of(model.config, kinds)
-        runner = cls(model, info, geometry, deterministic_seats=deterministic_seats)
+        exchange = None
+        if collectives is not None:
+            exchange = exchange_of(model, collectives, rows_max, torch_dtype, deterministic=deterministic_seats > 0)
+        runner = cls(model, info, geometry, deterministic_seats=deterministic_seats, share=share, exchange=exchange)
         if memory is not None:
             memory.finish(partial(weights_digest, path))
             runner.weights_are_kept = memory.is_kept
@@ -272,7 +295,11 @@ class BlockSparseRunner:
         unit = _Unit(own, first, stop, list(own.pieces(first, stop)))
         streams.compute.launch(f"prompt project {layer}", partial(self._project_unit, unit, state, layer))
         written()
-        streams.compute.launch(f"prompt attend {layer}", partial(self._attend_unit, unit, state, layer))
+        streams.compute.launch(f"prompt attend {layer}", partial(self._attend_unit, unit, state, layer, rows))
+
+    def launch_padding(self, streams: Streams, layer: int, rows: int) -> None:
+        """One operation on `compute`."""
+        streams.compute.launch(f"prompt pad {layer}", partial(self._pad, layer, rows))
 
     def launch_first_token(
         self,
@@ -343,7 +370,8 @@ class BlockSparseRunner:
         else:
             about = scratch.topk, scratch.out_rows, batch, attention.scaling
             attend_pages(state, layer, scratch.queries, *about, attended)
-        scratch.hidden = self._left(layer, scratch.hidden, attended.flatten(1).unsqueeze(1), self._decode_experts)
+        over, attended = self._over(len(attended), real_rows(batch)), attended.flatten(1).unsqueeze(1)
+        scratch.hidden = self._left(layer, scratch.hidden, attended, self._decode_experts, over)
 
     @torch.inference_mode()
     def _sample(
@@ -400,7 +428,7 @@ class BlockSparseRunner:
             write_pages(unit.taken[number][:, -1], piece.stop, self._block_tokens, own)
 
     @torch.inference_mode()
-    def _attend_unit(self, unit: _Unit, state: DeviceState, layer: int) -> None:
+    def _attend_unit(self, unit: _Unit, state: DeviceState, layer: int, rows: int) -> None:
         attended = torch.zeros_like(unit.queries)
         for number, piece in unit.pieces:
             place, positions = unit.place(piece), torch.arange(piece.start, piece.stop)
@@ -410,7 +438,8 @@ class BlockSparseRunner:
                 reached = reached & tokens[..., : piece.stop]
             attended[0, place] = self._attended(state, layer, piece, unit.queries[0, place], reached)
         hidden = unit.prompts.hidden[:, unit.rows]
-        hidden.copy_(self._left(layer, hidden, attended.flatten(2), self._prompt_experts))
+        over = self._over(rows or hidden.shape[1])
+        hidden.copy_(self._left(layer, hidden, attended.flatten(2), self._prompt_experts, over))
 
     def _attended(self, state: DeviceState, layer: int, piece: PromptPart, queries: Tensor, reached: Tensor) -> Tensor:
         """Return attention [S, H, D] of `queries` [S, H, D] over the rows of `layer` where `reached` bool[K, S, T]."""
@@ -433,6 +462,12 @@ class BlockSparseRunner:
         return out
 
     @torch.inference_mode()
+    def _pad(self, layer: int, rows: int) -> None:
+        mlp, over = self._layer(layer).mlp, self._over(rows)
+        if over is not None and hasattr(mlp, "experts"):
+            padding(mlp, self._config.hidden_size, self.dtype, self._prompt_experts, over)
+
+    @torch.inference_mode()
     def _first_token(
         self, prompts: BlockPass, number: int, sampler: SamplerState, outputs: StepOutputs, adjust: Adjust | None
     ) -> None:
@@ -452,10 +487,12 @@ class BlockSparseRunner:
 
         def apart(rows: int) -> bool:
             random_rows = partial(torch.randn, rows, 1, self._config.hidden_size, dtype=self.dtype)
-            return rows <= SEATS_MAX and all(rows_apart(partial(self._alone, it), random_rows) for it in kinds.values())
+            most = SEATS_MAX if self._exchange is None else min(SEATS_MAX, self._exchange.rows_max)
+            return rows <= most and all(rows_apart(partial(self._alone, it), random_rows) for it in kinds.values())
 
-        if not apart(seats):
-            raise not_apart(remedies(apart, seats, uses_threads=True))
+        with nullcontext() if self._exchange is None else self._exchange.standing_for_all():
+            if not apart(seats):
+                raise not_apart(remedies(apart, seats, uses_threads=True))
 
     def _alone(self, layer: int, hidden: Tensor) -> Tensor:
         """Return all that a layer makes of hidden states [B, 1, hidden] at one position, [B, n]; each row attends to
@@ -469,7 +506,7 @@ class BlockSparseRunner:
             key, value = (of[:, :, head].repeat(1, PAGE_TOKENS, 1) for of in (projected.keys, projected.values))
             heads.append(attend(own, key, value, held, module.self_attn.scaling))
         attended = torch.cat(heads, dim=1).to(self.dtype).flatten(1).unsqueeze(1)
-        left = self._left(layer, hidden, attended, self._decode_experts)
+        left = self._left(layer, hidden, attended, self._decode_experts, self._over(len(hidden)))
         parts = [*projected, left, self._logits(left)]
         if layer >= self.geometry.dense:
             parts += self._indexed(module.self_attn.indexer, entered, angles)
@@ -514,14 +551,22 @@ class BlockSparseRunner:
         """Return K and V [N, S, D] of each head, in the order of the planes of a row."""
         return [of[:, :, head] for head in range(self.geometry.heads) for of in (projected.keys, projected.values)]
 
-    def _left(self, layer: int, hidden: Tensor, attended: Tensor, experts: str) -> Tensor:
+    def _over(self, rows: int, real: Tensor | None = None) -> Over | None:
+        """Return where experts are, for a round of `rows`; None where this process holds all of them."""
+        if self._exchange is None or self._share is None:
+            return None
+        return Over(self._exchange, self._share, rows, real)
+
+    def _left(self, layer: int, hidden: Tensor, attended: Tensor, experts: str, over: Over | None) -> Tensor:
         """Return hidden states behind a layer, of `attended` [N, S, H * D]."""
         module = self._layer(layer)
         hidden = hidden + module.self_attn.o_proj(attended)
         normed, mlp = module.post_attention_layernorm(hidden), module.mlp
         added: Tensor
         if hasattr(mlp, "experts"):
-            chosen = routed(mlp, normed, experts).view_as(normed) * mlp.routed_scaling_factor
+            parts = routed(mlp, normed, experts, over)
+            chosen = (parts[0] if over is None else add_parts(parts, self.dtype)).view_as(normed)
+            chosen = chosen * mlp.routed_scaling_factor
             added = chosen + mlp.shared_experts(normed)
         else:
             added = mlp(normed)
@@ -540,12 +585,11 @@ class BlockSparseRunner:
         return self._scratch[rows]
 
 
-def _require_served(config: Mapping[str, Any], device: str, collectives: Collectives | None, drafts: int) -> None:
+def _require_served(config: Mapping[str, Any], device: str, drafts: int) -> None:
     """Raise ConfigError naming the first setting that this runner does not serve."""
     kind = config["model_type"]
     for is_asked, field_name, value, remedy in (
         (device != "cpu", "worker.device", device, "use cpu"),
-        (collectives is not None, "worker.group", "a group", "run workers that hold the whole model"),
         (drafts > 0, "worker.draft_tokens", drafts, "use 0"),
     ):
         if is_asked:

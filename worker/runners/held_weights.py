@@ -1,4 +1,4 @@
-"""The dtype in which a runner holds weights, and the memory of a keeper that holds them for it."""
+"""How a runner holds weights: their dtype, the memory of a keeper that has them, and a rank's share of the experts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,47 @@ from typing import Any, Final
 import torch
 
 from protocol.errors import ConfigError
+from protocol.logs import fields, logger
 from worker.device.gpu_memory import cuda_device
+from worker.families.table import library_config
+from worker.group.exchange import Collectives, Exchange
 from worker.keeper.memory import KeptMemory, find_memory
 from worker.keeper.messages import TABLE_VERSION, WeightsIdentity
 from worker.runners.checkpoint import weights_digest
+from worker.runners.layers import row_multiple
 from worker.weights.layout import ExpertShare
 from worker.weights.matmul import Matmul
+from worker.weights.modules import expert_matmul
+
+log = logger("worker.runners")
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def share_of(path: str | Path, collectives: Collectives | None) -> ExpertShare | None:
+    """Return the experts of a checkpoint that this rank holds; None where a process holds all."""
+    if collectives is None:
+        return None
+    return ExpertShare.of(collectives.rank, collectives.size, library_config(path).n_routed_experts)
+
+
+def exchange_of(
+    model: Any, collectives: Collectives, rows_max: int, dtype: torch.dtype, *, deterministic: bool
+) -> Exchange:
+    """Return the exchange of the mixtures of `model` in rounds of at most `rows_max` rows of each rank."""
+    multiple = row_multiple(model.config) if deterministic else 1
+    exchange = Exchange(
+        collectives,
+        hidden=model.config.hidden_size,
+        choices=model.config.num_experts_per_tok,
+        rows_max=-(-rows_max // multiple) * multiple,
+        dtype=dtype,
+        device=model.device,
+        deterministic=deterministic,
+        matmul=expert_matmul(model),
+    )
+    log.info("exchange", extra=fields(ranks=collectives.size, bytes=exchange.bytes))
+    return exchange
 
 
 def kept_memory(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
@@ -44,7 +44,7 @@ from protocol.units import pages_for
 from worker.device.step_rows import StepRows
 from worker.families.base import ATTENTION, HEAD, MLP, VECTOR_FLOATS, Module
 from worker.families.table import latent_family_of
-from worker.group.exchange import Alike, Exchange
+from worker.group.exchange import Exchange
 from worker.runners import attention as mla
 from worker.runners.experts import Over, experts_for, gated_mlp, hold_share, padding, routed
 from worker.runners.invariance import not_apart, remedies, rows_apart
@@ -348,22 +348,9 @@ class Layers:
                 return False  # more rows than a step takes
             return all(self._are_rows_apart(rows) for rows in step_rows.batch_rows(seats))
 
-        with self._alone():
+        with nullcontext() if self._exchange is None else self._exchange.standing_for_all():
             if not apart(seats):
                 raise not_apart(remedies(apart, seats, uses_threads=self.device.type == "cpu"))
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Within it no rank is waited for: this one stands for all, with rows in the place of each."""
-        if self._exchange is None:
-            yield
-            return
-        collectives = self._exchange.collectives
-        self._exchange.collectives = Alike(collectives.rank, collectives.size)
-        try:
-            yield
-        finally:
-            self._exchange.collectives = collectives
 
     def _are_rows_apart(self, rows: int) -> bool:
         if self._exchange is not None and rows > self._exchange.rows_max:

@@ -79,8 +79,8 @@ from worker.runners.checkpoint import (
 )
 from worker.runners.drafting import Drafting
 from worker.runners.drawing import draw_first, draw_step, fed_tokens
-from worker.runners.held_weights import dtype_name, kept_memory, torch_dtype_of
-from worker.runners.layers import Angles, Halfway, Layer, Layers, row_multiple
+from worker.runners.held_weights import dtype_name, exchange_of, kept_memory, share_of, torch_dtype_of
+from worker.runners.layers import Angles, Halfway, Layer, Layers
 from worker.runners.prompt import Expanded, Gathered, ModelPass, PromptAttention, PromptBlock
 from worker.runners.splitting import Splitting
 from worker.runners.swapping import launch_beside, launch_selection
@@ -90,7 +90,6 @@ from worker.weights.memory import WeightMemory
 from worker.weights.model import load_model
 from worker.weights.modules import (
     Activations,
-    expert_matmul,
     prepare_products,
     prepare_quantized_products,
 )
@@ -135,6 +134,8 @@ class _RunnerScratch:
 
 class TransformersRunner:
     """See worker/runners/base.py for the contract. Made by `load_runner` or `load`."""
+
+    splits_passes = True
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class TransformersRunner:
             deterministic=deterministic_seats > 0,
         )
         with library_refusals(path, FIELD):
-            share = _share_of(path, collectives)
+            share = share_of(path, collectives)
             memory = kept_memory(
                 keeper,
                 path,
@@ -282,17 +283,7 @@ class TransformersRunner:
         geometry = geometry_of(model.config, kinds, draft_layer=draft_layer)
         exchange = None
         if collectives is not None:
-            exchange = Exchange(
-                collectives,
-                hidden=model.config.hidden_size,
-                choices=model.config.num_experts_per_tok,
-                rows_max=_round_rows(model.config, rows_max, deterministic=deterministic_seats > 0),
-                dtype=torch_dtype,
-                device=model.device,
-                deterministic=deterministic_seats > 0,
-                matmul=expert_matmul(model),
-            )
-            log.info("exchange", extra=fields(ranks=collectives.size, bytes=exchange.bytes))
+            exchange = exchange_of(model, collectives, rows_max, torch_dtype, deterministic=deterministic_seats > 0)
         info = describe_model(path, model.config, tokenizer)
         runner = cls(
             model,
@@ -759,15 +750,3 @@ def _own(prompts: PromptPass) -> ModelPass:
     if not isinstance(prompts, ModelPass):
         raise InternalError("another runner began this pass")
     return prompts
-
-
-def _share_of(path: str | Path, collectives: Collectives | None) -> ExpertShare | None:
-    if collectives is None:
-        return None
-    return ExpertShare.of(collectives.rank, collectives.size, library_config(path).n_routed_experts)
-
-
-def _round_rows(config: Any, rows: int, *, deterministic: bool) -> int:
-    """Rows of the largest round, with those that keep rows apart."""
-    multiple = row_multiple(config) if deterministic else 1
-    return -(-rows // multiple) * multiple

@@ -198,6 +198,26 @@ def test_ranks_that_draft_give_the_tokens_of_generate(checkpoints: Callable[...,
     assert sum(rank.accepted for rank in drawn) > 10
 
 
+@pytest.mark.parametrize("deterministic", [in_turn((False, True))])
+def test_ranks_whose_heads_select_blocks_give_the_tokens_of_generate(
+    *, deterministic: bool, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Requests are resized and retracted, and one goes to the other rank. No pass is split."""
+    sizes: dict[str, Any] = {"hot_size_classes": (256, 384, 512), "pass_tokens": 128, "context_max_tokens": 1_024}
+    settings = msgspec.structs.replace(SETTINGS, deterministic=deterministic, **sizes)
+    asks = [
+        Ask(0, list(TEXT[:500]), 14, 256, moves=[(4, "keep", 384)]),
+        Ask(1, list(TEXT[90:700]), 12, 384, moves=[(5, "resize", 256)]),
+        Ask(2, list(TEXT[300:720]), 16, 256, next_ranks=[(6, 1)]),
+        Ask(3, list(TEXT[700:760]), 12, 0),
+        Ask(4, list(TEXT[:640]), 12, 0, moves=[(3, "drop", 256)]),
+    ]
+    checkpoint = checkpoints("minimax-m3")
+    drawn = run(checkpoint, tmp_path / "run", spread(asks, 2), settings)
+    assert not wrong(checkpoint, [asks], drawn)
+    assert not any(rank.split_units for rank in drawn)
+
+
 @pytest.mark.parametrize(("family", "size"), [in_turn([("deepseek-v3.2", 3), ("glm-5", 4), ("hy4", 3)])])
 def test_bits_are_kept_while_requests_move_between_ranks(
     family: str, size: int, checkpoints: Callable[..., Path], tmp_path: Path
