@@ -12,8 +12,8 @@ from tests.support.runner_rig import Rig
 PROMPT = 700  # of more blocks than heads select
 
 
-@pytest.mark.parametrize("hot_tokens", [0, 384, 448, 512])
-@pytest.mark.parametrize("length", [PROMPT, 639, 60])
+@pytest.mark.parametrize("hot_tokens", [0, 384, 512])
+@pytest.mark.parametrize("length", [PROMPT, 60])
 def test_tokens_and_logits_are_the_librarys(hot_tokens: int, length: int) -> None:
     steps = 70
     wanted, logits = library(length, steps)
