@@ -99,6 +99,7 @@ class Family(ABC):
     numbers: tuple[str, ...] = ()
     dense_layers: int = 3  # first_k_dense_replace of a config.json that leaves it out
     quantizes: bool = True  # repositories in block-FP8 are served
+    keeps_kv_exact: bool = False  # KV is kept in the dtype in which the model is computed alone
     stacks_experts: bool = False  # repositories that are not quantized store a layer's experts in two tensors
     drafts: bool = True  # the draft layer of a repository, if there is one, is known
     unread: tuple[str, ...] = ()  # begin names of stored tensors that are left unread

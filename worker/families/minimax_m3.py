@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from kernels.layout import DENSE, TAIL_PAGES, Geometry
 from kernels.row_bytes import PLAIN_BYTES, KvKinds
-from protocol.errors import ConfigError
 from protocol.units import PAGE_TOKENS
 from worker.families.base import Family, TensorSpec, TokenBytes, Unfit, product_tensors
 
@@ -189,13 +188,6 @@ class _MiniMaxM3(Family):
 
     def geometry(self, config: Any, kinds: KvKinds, *, draft_layer: bool) -> Geometry:
         """Return K and V planes for each KV head, in slots that hold a page."""
-        if kinds.rows != kinds.keys or kinds.rows not in ("bfloat16", "float32"):
-            raise ConfigError(
-                f"{self.name} keeps its KV in the model's dtype alone",
-                field="worker.kv_dtype",
-                value=kinds.rows if kinds.rows == kinds.keys else f"{kinds.rows}, index keys {kinds.keys}",
-                remedy="use auto",
-            )
         value, dense = PLAIN_BYTES[kinds.rows], config.layer_types.count(_FULL)
         return Geometry(
             layers=config.num_hidden_layers,
@@ -336,6 +328,7 @@ MINIMAX_M3: Final = _MiniMaxM3(
     row_sizes=("num_key_value_heads", "head_dim", "index_head_dim", "index_block_size", "index_topk_blocks"),
     numbers=("swiglu_alpha", "swiglu_limit"),
     quantizes=False,
+    keeps_kv_exact=True,
     drafts=False,
     unread=(
         *("vision_tower.", "multi_modal_projector.", "patch_merge_mlp."),

@@ -65,6 +65,7 @@ from worker.runners.checkpoint import (
     kv_kinds,
     library_refusals,
     read_config,
+    require_kinds,
     weights_digest,
 )
 from worker.runners.drawing import draw_first, draw_step, fed_tokens
@@ -238,6 +239,7 @@ class BlockSparseRunner:
             }
             model = load_model(path, None, **about)
         kinds = kv_kinds(dtype_name(torch_dtype), kv_dtype, row_dtype, index_dtype)
+        require_kinds(model.config, kinds, dtype_name(torch_dtype))
         info, geometry = describe_model(path, model.config, tokenizer), geometry_of(model.config, kinds)
         exchange = None
         if collectives is not None:

@@ -84,13 +84,27 @@ def read_dimensions(path: str | Path) -> Any:
 def kinds_of(dimensions: Any, settings: WorkerSettings) -> KvKinds:
     """Return the kinds that a worker of these settings would keep KV in: by default that of the weights."""
     model = stored_dtype(dimensions) if settings.dtype == AUTO else settings.dtype
-    return kv_kinds(model, settings.kv_dtype, settings.row_dtype, settings.index_dtype)
+    kinds = kv_kinds(model, settings.kv_dtype, settings.row_dtype, settings.index_dtype)
+    require_kinds(dimensions, kinds, model)
+    return kinds
 
 
 def kv_kinds(model: str, kv_dtype: str, row_dtype: str = AUTO, index_dtype: str = AUTO) -> KvKinds:
     """Return the kinds that these settings say, of a model that is computed in the dtype `model`."""
     both = model if kv_dtype == AUTO else kv_dtype
     return KvKinds(*(both if kind == AUTO else kind for kind in (row_dtype, index_dtype)))
+
+
+def require_kinds(config: Any, kinds: KvKinds, model: str) -> None:
+    """Raise ConfigError where the family keeps KV in the dtype `model` alone, in which its model is computed."""
+    family = family_of(config)
+    if family.keeps_kv_exact and set(kinds) != {model}:
+        raise ConfigError(
+            f"{family.name} keeps its KV in the model's dtype alone, {model}",
+            field="worker.kv_dtype",
+            value=kinds.rows if kinds.rows != model else kinds.keys,
+            remedy="use auto",
+        )
 
 
 def stored_dtype(dimensions: Any) -> str:
@@ -145,6 +159,7 @@ def geometry_of(config: Any, kinds: KvKinds | str, *, draft_layer: bool = False)
         require_draft_layer(config)
     if isinstance(kinds, str):
         kinds = KvKinds(kinds, kinds)
+    require_kinds(config, kinds, kinds.rows if kinds.rows in BYTES else stored_dtype(config))
     return family_of(config).geometry(config, kinds, draft_layer=draft_layer)
 
 

@@ -207,7 +207,7 @@ def has_float32_routers(config: Any) -> bool:
 
 
 def has_indexer(config: Any, layer: int) -> bool:
-    """Whether `layer` selects for itself and has an indexer's weights, as the draft layer does."""
+    """Return whether `layer` selects for itself and has an indexer's weights, as the draft layer does."""
     return family_of(config).selects(config, layer)
 
 
@@ -229,14 +229,14 @@ def weights_bytes(
     hold float32 ones too (model.py: `keeps_exact`).
     """
     held = {"float8_e4m3fn": 0, dtype: 0, "float32": 0}
-    for it in tensors_of(config, experts, draft_layer=draft_layer):
-        count = prod(it.shape)
-        halves = it.name.endswith("kv_b_proj.weight")
-        if it.keeps_float32:
+    for spec in tensors_of(config, experts, draft_layer=draft_layer):
+        count = prod(spec.shape)
+        halves = spec.name.endswith("kv_b_proj.weight")
+        if spec.keeps_float32:
             held["float32"] += 4 * count
-        elif on_gpu and block is not None and it.converts and not halves:
+        elif on_gpu and block is not None and spec.converts and not halves:
             held["float8_e4m3fn"] += count
-            held["float32"] += 4 * prod(scale_shape(it.shape, block))
+            held["float32"] += 4 * prod(scale_shape(spec.shape, block))
         else:
             held[dtype] += BYTES[dtype] * count * (2 if halves and not on_gpu else 1)
     return {name: size for name, size in held.items() if size}

@@ -17,13 +17,22 @@ from transformers import MiniMaxM3VLTextConfig
 from kernels.layout import DENSE
 from kernels.row_bytes import KvKinds
 from protocol.errors import ConfigError
+from protocol.settings import WorkerSettings
 from protocol.tokenizer_files import read_tokenizer
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.oracle_rig import run_oracle
 from tests.support.runner_rig import Rig
 from worker.families.minimax_m3 import MINIMAX_M3
 from worker.runners.block_sparse import BlockSparseRunner
-from worker.runners.checkpoint import describe_model, geometry_of, read_by_library, read_config, read_dimensions
+from worker.runners.checkpoint import (
+    describe_model,
+    geometry_of,
+    kinds_of,
+    read_by_library,
+    read_config,
+    read_dimensions,
+)
+from worker.runners.load import load_runner
 from worker.runners.tiny import write_tiny_checkpoint
 from worker.weights.config_fields import FIXED, READ, WITHOUT_EFFECT
 from worker.weights.layout import ExpertShare, prompt_scratch_bytes, tensors_of, weights_bytes
@@ -161,6 +170,17 @@ def test_quantized_repositories_are_not_written(tmp_path: Path) -> None:
         write_tiny_checkpoint(tmp_path, "minimax-m3", fp8=True)
     with pytest.raises(ConfigError, match="quantized weights of minimax-m3"):
         write_synthetic(tmp_path, "minimax-m3", layers=2, experts=8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+def test_kv_of_a_worker_is_in_the_dtype_that_it_computes_in(checkpoint: Path, dtype: str) -> None:
+    settings = WorkerSettings(model=str(checkpoint), dtype="float32", deterministic=False, kv_dtype=dtype)
+    if dtype == "auto":
+        assert load_runner(settings).geometry.head_bytes == 2 * 32 * 4
+        return
+    for load in (load_runner, lambda asked: kinds_of(read_dimensions(checkpoint), asked)):
+        with pytest.raises(ConfigError, match="minimax-m3 keeps its KV in the model's dtype alone, float32"):
+            load(settings)
 
 
 @pytest.mark.parametrize("kinds", [KvKinds("fp8", "fp8"), KvKinds("fp4", "fp4"), KvKinds("bfloat16", "fp8")])

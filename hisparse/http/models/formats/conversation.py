@@ -85,8 +85,7 @@ class Conversation:
     @property
     def answers_at_once(self) -> bool:
         """True where the client wants no reasoning."""
-        said = self.all_variables
-        return said.get("enable_thinking", said.get("thinking")) is False or said.get("thinking_mode") == _DISABLED
+        return self.all_variables.get("thinking_mode") == _DISABLED
 
     @property
     def keeps_thinking(self) -> bool:
@@ -96,11 +95,10 @@ class Conversation:
     @property
     def all_variables(self) -> dict[str, Any]:
         """All names by which templates know whether to reason, and what the client set."""
-        said: dict[str, Any] = {}
-        if self.thinking is not None:
-            said = {"enable_thinking": self.thinking, "thinking": self.thinking}
-            said |= {} if self.thinking else {"thinking_mode": _DISABLED}
-        return said | dict(self.variables)
+        said = {} if self.thinking is None else {"enable_thinking": self.thinking, "thinking": self.thinking}
+        said |= dict(self.variables)
+        at_once = said.get("enable_thinking", said.get("thinking")) is False
+        return said | ({"thinking_mode": _DISABLED} if at_once else {})
 
 
 def kept_thinking(keeps: bool) -> dict[str, bool]:

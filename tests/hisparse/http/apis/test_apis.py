@@ -167,6 +167,7 @@ def test_effort_and_variables_reach_the_template() -> None:
         "reasoning_effort": "none",
         "enable_thinking": False,
         "thinking": False,
+        "thinking_mode": "disabled",
     }
     own = {"enable_thinking": True}
     assert variables(reasoning_effort="none", chat_template_kwargs=own)["enable_thinking"] is True

@@ -130,3 +130,12 @@ def test_the_tiny_template_is_read_again_and_says_whether_to_reason(thinking: bo
     calls = [piece for piece in read(replace(plan, is_within=False), said) if isinstance(piece, ToolCall)]
     assert [call.name for call in calls] == ["time_in", "get_weather"]
     assert json.loads(calls[1].arguments) == {"city": "Tokyo", "days": 2, "note": None}
+
+
+def test_a_client_may_say_the_templates_own_variable() -> None:
+    """Of several names the client's wins over its effort, and each says whether to reason."""
+    assert Conversation((), variables={"thinking_mode": "disabled"}).answers_at_once
+    assert not Conversation((), variables={"thinking_mode": "enabled"}).answers_at_once
+    asked = Conversation((), thinking=False, variables={"enable_thinking": True})
+    assert "thinking_mode" not in asked.all_variables
+    assert not asked.answers_at_once
