@@ -21,8 +21,8 @@ An *index group* is an anchor layer, which runs its own indexer, and the layers 
 slot assignment: slot tables exist per selection, rows per layer. The first `dense` layers select nothing: all of their
 rows are read.
 
-A *slot* holds a *selection unit* of `slot_tokens` neighbouring tokens: one, or the 64 of a page where models select blocks. A
-unit is looked up, evicted and loaded as a whole.
+A *slot* holds a *selection unit* of `slot_tokens` neighbouring tokens: one, or the 64 of a page where models select
+blocks. A unit is looked up, evicted and loaded as a whole.
 
 Device memory, counted in four kinds, the first three of 64 tokens each:
 

@@ -218,11 +218,13 @@ def _fit(gpus: int, context: int, sized: NodeSizes) -> GroupFit:
 
 def _lines(found: Repository, fits: list[GroupFit], gpu_mem: str, host_mem: str) -> Iterator[str]:
     from hisparse.console.output import size_text
+    from worker.families.table import FAMILIES
 
     first = next(fit for fit in fits if not fit.refused)
+    device = "cuda" if FAMILIES[found.model_type].on_gpu else "cpu"
     group = f" -n {first.gpus} --group-size {first.gpus}" if first.gpus > 1 else ""
     shape = ", FP8 in blocks of 128 x 128" if found.fp8 else ""
-    yield f"{found.path} can be served: hisparse up --model {found.path} --device cuda{group}"
+    yield f"{found.path} can be served: hisparse up --model {found.path} --device {device}{group}"
     yield f"  family      {found.model_type}"
     yield f"  layers      {found.layers}, of which {found.selecting_layers} select {found.topk} rows"
     yield f"  weights     {size_text(found.weights_bytes)} in {found.files} files, {found.dtype}{shape}"

@@ -21,8 +21,8 @@ from protocol.units import PAGE_TOKENS, pages_for
 TEXT_PATTERNS: Final = ("*.md", "*.py", "*.toml", "*.txt")
 #: Directories of the repository that the demo reads by default.
 OWN_ROOMS: Final = ("docs", "coordinator", "worker", "kernels", "metrics")
-#: Host memory for one token of the demo's checkpoint, rounded up (1,536 bytes in fp32).
-HOST_BYTES_PER_TOKEN: Final = 2_048
+#: Host memory for one token of the demo's checkpoint, rounded up (1,536 bytes in fp32, 2,432 of MiniMax-M3).
+HOST_BYTES_PER_TOKEN: Final = 2_560
 #: Tokens granted ahead, beyond the length of a request.
 SPARE_TOKENS: Final = 4 * PAGE_TOKENS
 DEVICE_MEM: Final = "256MiB"

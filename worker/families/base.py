@@ -98,6 +98,7 @@ class Family(ABC):
     widths: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     dense_layers: int = 3  # first_k_dense_replace of a config.json that leaves it out
+    on_gpu: bool = True  # there are kernels for a GPU
     quantizes: bool = True  # repositories in block-FP8 are served
     keeps_kv_exact: bool = False  # KV is kept in the dtype in which the model is computed alone
     stacks_experts: bool = False  # repositories that are not quantized store a layer's experts in two tensors

@@ -327,6 +327,7 @@ MINIMAX_M3: Final = _MiniMaxM3(
     ),
     row_sizes=("num_key_value_heads", "head_dim", "index_head_dim", "index_block_size", "index_topk_blocks"),
     numbers=("swiglu_alpha", "swiglu_limit"),
+    on_gpu=False,
     quantizes=False,
     keeps_kv_exact=True,
     drafts=False,
