@@ -43,7 +43,7 @@ from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import swap_in
 from protocol.config_checks import SEATS_MAX, WEIGHT_ONLY
 from protocol.errors import ConfigError, InternalError, Unavailable
-from protocol.logs import fields, logger
+from protocol.logs import logger
 from protocol.messages import ModelInfo
 from protocol.tokenizer_files import read_tokenizer
 from protocol.units import PAGE_TOKENS
@@ -66,11 +66,10 @@ from worker.runners.checkpoint import (
     library_refusals,
     read_config,
     require_kinds,
-    weights_digest,
 )
 from worker.runners.drawing import draw_first, draw_step, fed_tokens
 from worker.runners.experts import Over, experts_for, hold_share, padding, routed
-from worker.runners.held_weights import dtype_name, exchange_of, kept_memory, share_of, torch_dtype_of
+from worker.runners.held_weights import dtype_name, exchange_of, finish_loading, kept_memory, share_of, torch_dtype_of
 from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.weights.layout import ExpertShare
 from worker.weights.matmul import DECODED, resolve_matmul
@@ -245,13 +244,7 @@ class BlockSparseRunner:
         if collectives is not None:
             exchange = exchange_of(model, collectives, rows_max, torch_dtype, deterministic=deterministic_seats > 0)
         runner = cls(model, info, geometry, deterministic_seats=deterministic_seats, share=share, exchange=exchange)
-        if memory is not None:
-            memory.finish(partial(weights_digest, path))
-            runner.weights_are_kept = memory.is_kept
-        found = "checkpoint" if memory is None else memory.source
-        runner.weights_seconds[found] = time.monotonic() - began
-        held = {f"{name}_bytes": size for name, size in runner.weights_bytes().items()}
-        log.info("weights held", extra=fields(**held))
+        finish_loading(runner, memory, path, began)
         return runner
 
     @property

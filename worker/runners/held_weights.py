@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -92,3 +94,26 @@ def torch_dtype_of(name: str, config: dict[str, Any]) -> torch.dtype:
             "cannot be served", field="worker.dtype", value=chosen, remedy=f"use one of {', '.join(DTYPES)}"
         )
     return DTYPES[chosen]
+
+
+class HoldsWeights(Protocol):
+    """A runner, as far as it tells where its weights are from."""
+
+    weights_seconds: dict[str, float]
+    weights_are_kept: bool
+
+    def weights_bytes(self) -> dict[str, int]:
+        """Return bytes of the weights as they are held, by dtype."""
+        ...
+
+
+def finish_loading(runner: HoldsWeights, memory: KeptMemory | None, path: str | Path, began: float) -> None:
+    """Keep weights that were loaded for the next worker, where `memory` is a keeper's, and note for how long they were
+    loaded, since `began` on the monotonic clock."""
+    if memory is not None:
+        memory.finish(partial(weights_digest, path))
+        runner.weights_are_kept = memory.is_kept
+    found = "checkpoint" if memory is None else memory.source
+    runner.weights_seconds[found] = time.monotonic() - began
+    held = {f"{name}_bytes": size for name, size in runner.weights_bytes().items()}
+    log.info("weights held", extra=fields(**held))

@@ -75,11 +75,10 @@ from worker.runners.checkpoint import (
     kv_kinds,
     library_refusals,
     read_config,
-    weights_digest,
 )
 from worker.runners.drafting import Drafting
 from worker.runners.drawing import draw_first, draw_step, fed_tokens
-from worker.runners.held_weights import dtype_name, exchange_of, kept_memory, share_of, torch_dtype_of
+from worker.runners.held_weights import dtype_name, exchange_of, finish_loading, kept_memory, share_of, torch_dtype_of
 from worker.runners.layers import Angles, Halfway, Layer, Layers
 from worker.runners.prompt import Expanded, Gathered, ModelPass, PromptAttention, PromptBlock
 from worker.runners.splitting import Splitting
@@ -297,14 +296,7 @@ class TransformersRunner:
             memory=memory,
         )
         runner.release_unused()
-        if memory is not None:
-            memory.finish(partial(weights_digest, path))
-            runner.weights_are_kept = memory.is_kept
-        found = "checkpoint" if memory is None else memory.source
-        runner.weights_seconds[found] = time.monotonic() - began
-        log.info(
-            "weights held", extra=fields(**{f"{name}_bytes": size for name, size in runner.weights_bytes().items()})
-        )
+        finish_loading(runner, memory, path, began)
         return runner
 
     def release_unused(self) -> None:

@@ -30,7 +30,7 @@ from worker.keeper import memory as kept_memory
 from worker.keeper.memory import KeeperLink, KeptMemory, TableDiffersError, find_memory
 from worker.keeper.messages import FillWeights, KeeperRefuses, SegmentGiven, WeightsSealed, encode
 from worker.keeper.watch import KeeperWatch
-from worker.runners import transformers_dsa
+from worker.runners import held_weights, transformers_dsa
 from worker.runners.checkpoint import weights_digest
 from worker.runners.load import load_runner
 from worker.runners.tiny import write_tiny_checkpoint
@@ -199,7 +199,7 @@ def test_files_that_change_while_they_are_read_are_not_kept(
     checkpoints: dict[str, Path], keeper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = iter(["before", "after", "after", "after", "after", "after"])
-    monkeypatch.setattr(transformers_dsa, "weights_digest", lambda _: next(digests))
+    monkeypatch.setattr(held_weights, "weights_digest", lambda _: next(digests))
     sources = [[*TransformersRunner.load(checkpoints["plain"], keeper=keeper).weights_seconds] for _ in range(3)]
     assert sources == [["checkpoint"], ["checkpoint"], ["keeper"]]
 
