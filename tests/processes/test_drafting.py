@@ -25,10 +25,12 @@ from tests.processes.test_prefix_reuse import NEW_TOKENS as TURN_TOKENS
 from tests.processes.test_prefix_reuse import check_against_the_library, converse
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster_rig import (
+    KV_DTYPE,
     TOPK,
     assert_nothing_leaked,
     cluster_of_two,
     crash_config,
+    kept_as,
     prompts_of,
     until_all_connected,
 )
@@ -75,7 +77,10 @@ def plain_outputs(
     """What an executor without drafts says of the prompts."""
     settings = msgspec.structs.replace(config.worker, draft_tokens=0)
     seats = settings.seats if settings.deterministic else 0
-    rig = Rig(settings=settings, runner=TransformersRunner.load(settings.model, deterministic_seats=seats))
+    rig = Rig(
+        settings=settings,
+        runner=TransformersRunner.load(settings.model, kv_dtype=settings.kv_dtype, deterministic_seats=seats),
+    )
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         life = rig.coordinator.create(number, 1, NEW_TOKENS)
         life.prompt, life.sampling = tuple(prompt), sampling
@@ -115,7 +120,7 @@ async def events_of(client: Client, phase: str) -> list[str]:
 
 async def test_lost_processes_and_a_drain_change_no_token(models: dict[str, Path], tmp_path: Path) -> None:
     """I2, I5: a worker and the coordinator get SIGKILL, and a worker is drained with handover, amid decode steps."""
-    config = drafting(crash_config(models["glm-5"], tmp_path))
+    config = drafting(kept_as(crash_config(models["glm-5"], tmp_path), KV_DTYPE))
     plain = plain_outputs(config)
     async with cluster_of_two(config, tmp_path, kept=True) as (cluster, client, said):
 

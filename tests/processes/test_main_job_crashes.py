@@ -20,10 +20,12 @@ from hisparse.client.client import Client
 from protocol.messages import Sampling
 from tests.support.cluster_rig import (
     HEARTBEAT_LIMIT_S,
+    KV_DTYPE,
     again_until,
     assert_nothing_leaked,
     cluster_of_two,
     crash_config,
+    kept_as,
     lengths,
     missed_soon,
     plant,
@@ -81,7 +83,7 @@ async def histories(client: Client, rounds: int) -> list[str]:
 async def test_workers_killed_in_turn_change_no_output(model: Path, tmp_path: Path) -> None:
     """I2, I3, I5: by SIGKILL and by SIGSTOP, from which the keeper frees them by another SIGKILL."""
     prompts, dice = prompts_of(11, REQUESTS), random.Random(11)
-    config = missed_soon(crash_config(model, tmp_path))
+    config = missed_soon(kept_as(crash_config(model, tmp_path), KV_DTYPE))
     async with cluster_of_two(config, tmp_path, kept=True) as (cluster, client, said):
         quiet, done = await decode_all(client, prompts, "quiet-"), trio.Event()
 
@@ -113,7 +115,7 @@ async def test_stopped_and_continued_worker_does_no_harm(model: Path, tmp_path: 
     """I2: what it may still write stays quarantined, though others want it; its late reports are refused, it empties
     itself and begins anew. The pool is just large enough for the requests."""
     prompts, quarantined = prompts_of(12, REQUESTS), 0
-    config = missed_soon(crash_config(model, tmp_path, "3MiB"))
+    config = missed_soon(kept_as(crash_config(model, tmp_path, "3MiB"), KV_DTYPE))
     async with cluster_of_two(config, tmp_path) as (cluster, client, _):
         quiet, done = await decode_all(client, prompts, "quiet-"), trio.Event()
 
@@ -147,7 +149,11 @@ async def test_poison_alone_is_failed(model: Path, tmp_path: Path, monkeypatch: 
     prompts, poison = prompts_of(13, REQUESTS), "crashed-5"
     plant(monkeypatch, "poison", tmp_path / "poison")
     (tmp_path / "poison").write_text(poison)
-    async with cluster_of_two(crash_config(model, tmp_path), tmp_path, kept=True) as (_, client, said):
+    async with cluster_of_two(kept_as(crash_config(model, tmp_path), KV_DTYPE), tmp_path, kept=True) as (
+        _,
+        client,
+        said,
+    ):
         quiet = await decode_all(client, prompts, "quiet-")
         crashed = await decode_all(client, prompts, "crashed-")
         detail = await client.request(poison)

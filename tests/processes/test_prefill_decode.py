@@ -20,10 +20,12 @@ from protocol.errors import CapacityError, WrongState
 from protocol.messages import AUTO, DIRECT, RequestRow, Sampling
 from tests.support.checkpoints import LATENT
 from tests.support.cluster_rig import (
+    KV_DTYPE,
     again_until,
     assert_nothing_leaked,
     cluster_of_two,
     crash_config,
+    kept_as,
     missed_soon,
     standing_model,
     until_all_connected,
@@ -72,7 +74,7 @@ async def test_split_workers_give_the_tokens_of_combined_ones(
     model: Path, colocated: list[list[int]], tmp_path: Path
 ) -> None:
     """And no byte is staged where it is decoded."""
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     async with cluster_of_two(config, tmp_path, roles=ROLES) as (_, client, _):
         for placement in (AUTO, DIRECT):
             assert await decode_all(client, mixed_prompts(), f"{placement}-", placement) == colocated
@@ -102,7 +104,7 @@ async def test_prompts_of_a_lost_worker_are_prefilled_by_another(
     model: Path, colocated: list[list[int]], tmp_path: Path, number: signal.Signals
 ) -> None:
     """I2: what it may still write stays in quarantine until it is gone. The keeper kills it then."""
-    config = missed_soon(crash_config(model, tmp_path, HOST_MEM))
+    config = missed_soon(kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE))
     async with cluster_of_two(config, tmp_path, kept=True, roles=ROLES) as (cluster, client, said):
         done = trio.Event()
 
@@ -142,7 +144,7 @@ async def test_rows_prefilled_on_a_node_are_decoded_on_another(
     model: Path, colocated: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """Outputs as of workers that do both; not a byte is staged where it is decoded."""
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     async with running_nodes(config, tmp_path, two_and_two(engine)) as (nodes, client):
         assert await decode_all(client, mixed_prompts(), "far-") == colocated
         assert await decode_hot(client, mixed_prompts(), LONGEST, "hot-", 64) == colocated[LONGEST]
@@ -162,7 +164,7 @@ async def test_a_worker_killed_amid_transfers_costs_no_output(
     model: Path, colocated: list[list[int]], tmp_path: Path, victim: str
 ) -> None:
     """I2, I5: others take its requests on; nothing leaks, on either node. Some clients lose interest meanwhile."""
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     async with running_nodes(config, tmp_path, two_and_two("shared")) as (nodes, client):
         done = trio.Event()
 
@@ -188,7 +190,7 @@ async def test_a_coordinator_killed_amid_transfers_finds_them_again(
     model: Path, colocated: list[list[int]], tmp_path: Path
 ) -> None:
     """I2, I4, I5: from the journal and from what workers say that they have; pages went on travelling meanwhile."""
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     async with running_nodes(config, tmp_path, two_and_two("shared")) as (nodes, client):
         done = trio.Event()
 
@@ -210,7 +212,7 @@ async def test_a_coordinator_killed_amid_transfers_finds_them_again(
 
 
 async def test_pages_of_another_layout_are_refused(model: Path, tmp_path: Path) -> None:
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     spots = [replace(it, kv_dtype="bfloat16") if it.role == "decode" else it for it in two_and_two("shared")]
     async with running_nodes(config, tmp_path, spots) as (_, client):
         with pytest.raises(CapacityError, match=r"host pages of w\d have \d+ bytes, those of w\d \d+"):
@@ -236,7 +238,7 @@ async def test_workers_that_share_only_a_network(
     """Four nodes. Commands and reports go over tcp with keys, pages by an engine; loopbacks are separate."""
     home, *places = five_places
     spots = [Spot(role, node, engine, namespace=place) for role, node, place in zip(ROLES, "abcd", places, strict=True)]
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     async with running_nodes(config, tmp_path, spots, home) as (nodes, client):
         for placement in (AUTO, DIRECT):
             assert await decode_all(client, mixed_prompts(), f"{placement}-", placement) == colocated

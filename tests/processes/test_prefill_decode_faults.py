@@ -19,7 +19,15 @@ import trio
 from hisparse.client.client import Client
 from protocol.messages import Sampling
 from protocol.units import pages_for
-from tests.support.cluster_rig import again_until, assert_nothing_leaked, crash_config, missed_soon, standing_model
+from tests.support.cluster_rig import (
+    KV_DTYPE,
+    again_until,
+    assert_nothing_leaked,
+    crash_config,
+    kept_as,
+    missed_soon,
+    standing_model,
+)
 from tests.support.nodes_rig import Nodes, Spot, colocated_outputs, decode_all, mixed_prompts, running_nodes
 from tests.support.planted import PLANTED_WHILE
 from tests.worker.transfer.test_engines import why_absent
@@ -78,7 +86,7 @@ async def received(nodes: Nodes, metric: str) -> float:
 async def test_refusing_decode_node_is_asked_again(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     async with running_nodes(config, tmp_path, faulty(engine, decode="refuse")) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
         assert await said(nodes, "planted: transfer") == ["w1"]
@@ -90,7 +98,7 @@ async def test_timed_out_transfer_begins_anew(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """I8: some whose transfers are never answered, some whose pages are never acknowledged."""
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     async with running_nodes(config, tmp_path, faulty(engine, prefill=["impatient"], decode="mute")) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
         assert await said(nodes, "planted: Ready of transfer") == ["w1"]
@@ -104,7 +112,7 @@ async def test_abort_during_a_transfer_leaks_nothing(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No page is verified before the last abort."""
-    config, unchecked = crash_config(model, tmp_path, HOST_MEM), tmp_path / "unchecked"
+    config, unchecked = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE), tmp_path / "unchecked"
     unchecked.touch()
     monkeypatch.setenv(PLANTED_WHILE, str(unchecked))
     async with running_nodes(config, tmp_path, faulty(engine, decode="slow")) as (nodes, client):
@@ -135,7 +143,7 @@ async def test_repeated_messages_take_effect_once(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """Pages written and verified, transfers begun, stopped and ended, memory released."""
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     async with running_nodes(config, tmp_path, faulty(engine, prefill=["twice"], decode="twice")) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
         arrived = await received(nodes, "pages")
@@ -148,7 +156,7 @@ async def test_corrupted_pages_are_resent_then_given_up(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """A page that was spoilt once arrives the second time; a prompt whose pages always are begins anew."""
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     async with running_nodes(config, tmp_path, faulty(engine, decode="flip")) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
         assert await said(nodes, "spoilt") == ["w1"]
@@ -161,7 +169,7 @@ async def test_prefill_worker_dies_during_a_write(
     model: Path, undisturbed: list[list[int]], tmp_path: Path, engine: str
 ) -> None:
     """I2: what is left of it in the network lands nowhere. Its next life serves."""
-    config = crash_config(model, tmp_path, HOST_MEM)
+    config = kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE)
     async with running_nodes(config, tmp_path, faulty(engine, prefill=["die", ""])) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
         await said(nodes, "planted: SIGKILL amid transfer")
@@ -181,7 +189,7 @@ async def test_late_write_reaches_no_other_request(
     pages at the decode node get other owners, many times over; then it goes on, while others decode.
 
     Where its endpoint is left open instead, other requests say other things."""
-    config = missed_soon(crash_config(model, tmp_path, HOST_MEM))
+    config = missed_soon(kept_as(crash_config(model, tmp_path, HOST_MEM), KV_DTYPE))
     async with running_nodes(config, tmp_path, faulty(engine, prefill=["halt", ""])) as (nodes, client):
         assert await decode_all(client, PROMPTS, "far-") == undisturbed
         await said(nodes, "planted: SIGSTOP amid transfer")

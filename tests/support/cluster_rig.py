@@ -24,11 +24,14 @@ from hisparse.cluster import up
 from hisparse.cluster.children import Child, Code, child_environ
 from hisparse.cluster.supervision import ProcessSupervisor
 from hisparse.cluster.up import Cluster, running_cluster
+from protocol.byte_sizes import parse_size
 from protocol.config import HostFacts, build, to_environ
 from protocol.messages import AuditRows, RequestRow
 from protocol.settings import Config
-from tests.support.checkpoints import tiny_checkpoint
+from tests.support.checkpoints import LATENT, tiny_checkpoint
+from tests.support.history import first_parent_commits
 from tests.support.planted import PLANTED_WHILE
+from worker.runners.checkpoint import geometry_of, kinds_of, read_dimensions
 from worker.runners.tiny import write_tiny_checkpoint
 
 T = TypeVar("T")
@@ -37,6 +40,8 @@ T = TypeVar("T")
 LAYERS: Final = 2
 TOPK: Final = 16
 SIZE_CLASSES: Final = (64, 128, 256)
+#: Format of rows and keys in which this commit's workers are compared with workers of the same: each model meets both.
+KV_DTYPE: Final = ("auto", "fp4")[(first_parent_commits() or 0) // len(LATENT) % 2]
 #: Of tests of processes that stand still: short, and longer than a busy machine lets one of the others stand still.
 HEARTBEAT_LIMIT_S: Final = 6.0
 #: Of all other tests: a process that has ended is seen at once, and one that is slow is no loss.
@@ -89,6 +94,16 @@ def crash_config(model: Path, runtime_dir: Path, host_mem: str = "12MiB") -> Con
     """For tests whose processes are killed, and with `missed_soon` stopped."""
     config = cluster_config(model, runtime_dir)
     return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, host_mem=host_mem))
+
+
+def kept_as(config: Config, kv_dtype: str) -> Config:
+    """Return `config` with rows and keys in `kv_dtype`, and host memory for as many pages as before."""
+    before = config.worker
+    after = msgspec.structs.replace(before, kv_dtype=kv_dtype)
+    dimensions = read_dimensions(before.model)
+    pages = [geometry_of(dimensions, kinds_of(dimensions, it)).page_bytes for it in (before, after)]
+    host_mem = parse_size(before.host_mem, "worker.host_mem") * pages[1] // pages[0]
+    return msgspec.structs.replace(config, worker=msgspec.structs.replace(after, host_mem=str(host_mem)))
 
 
 def missed_soon(config: Config) -> Config:

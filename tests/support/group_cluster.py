@@ -13,7 +13,7 @@ from hisparse.cluster.up import Cluster
 from protocol.messages import RequestRow, Sampling
 from protocol.settings import Config
 from protocol.units import PAGE_TOKENS
-from tests.support.cluster_rig import crash_config, prompts_of
+from tests.support.cluster_rig import KV_DTYPE, crash_config, kept_as, prompts_of
 
 REQUESTS = 6
 NEW_TOKENS = 32
@@ -22,7 +22,7 @@ BACK_LIMIT_S = 240.0
 
 
 def group_config(model: Path, runtime_dir: Path) -> Config:
-    config = crash_config(model, runtime_dir)
+    config = kept_as(crash_config(model, runtime_dir), KV_DTYPE)
     return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, stream_backend="inline"))
 
 

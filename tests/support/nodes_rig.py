@@ -29,7 +29,15 @@ from protocol.config import pool_path, to_environ
 from protocol.messages import AUTO, Sampling
 from protocol.settings import Config
 from protocol.transport.keys import make_keys
-from tests.support.cluster_rig import RECONNECT_LIMIT_S, assert_audits_agreed, cluster_of_two, crash_config, prompts_of
+from tests.support.cluster_rig import (
+    KV_DTYPE,
+    RECONNECT_LIMIT_S,
+    assert_audits_agreed,
+    cluster_of_two,
+    crash_config,
+    kept_as,
+    prompts_of,
+)
 from tests.support.netns_rig import Namespace
 from tests.support.once import made_once
 from worker.pool.file import remove_pool
@@ -206,12 +214,17 @@ async def decode_all(
 
 
 def colocated_outputs(model: Path, run_dir: Path) -> list[list[int]]:
-    """Outputs of two workers that do both for the mixed prompts, decoded once in a run of the suite for each model."""
+    """Outputs of two workers that do both for the mixed prompts, decoded once in a run of the suite for each model.
+    Rows and keys are in KV_DTYPE, as in all tests that compare with them."""
 
     async def run() -> list[list[int]]:
         directory = run_dir / f"both {model.name}"[:40]
         directory.mkdir(mode=0o700, exist_ok=True)
-        async with cluster_of_two(crash_config(model, directory, "24MiB"), directory) as (_, client, _):
+        async with cluster_of_two(kept_as(crash_config(model, directory, "24MiB"), KV_DTYPE), directory) as (
+            _,
+            client,
+            _,
+        ):
             return await decode_all(client, mixed_prompts(), "both-")
 
     outputs: list[list[int]] = made_once(run_dir, f"colocated {model.name}", lambda: trio.run(run))
