@@ -9,8 +9,13 @@ from __future__ import annotations
 import importlib
 from functools import cache
 from types import ModuleType
+from typing import Final
 
 from kernels.state import DeviceState
+from protocol.errors import BadInput
+
+#: Contracts without a kernel in CUDA so far.
+ON_CPU_ALONE: Final = frozenset({"block_attention", "block_topk"})
 
 
 def prepare(state: DeviceState) -> None:
@@ -23,13 +28,17 @@ def prepare(state: DeviceState) -> None:
 
 
 def backend(state: DeviceState, contract: str) -> ModuleType:
-    """The module that runs the functions of module `contract` on `state`."""
-    return _module("cuda" if runs_on_cuda(state) else "reference", contract)
+    """The module that runs the functions of module `contract` on `state`. Raises BadInput for ON_CPU_ALONE on a GPU."""
+    name, on_cuda = contract.rpartition(".")[2], runs_on_cuda(state)
+    if on_cuda and name in ON_CPU_ALONE:
+        remedy = "allocate the state on a CPU"
+        raise BadInput("has no kernels on a GPU", field=name, value=state.rows.device, remedy=remedy)
+    return _module("cuda" if on_cuda else "reference", name)
 
 
 @cache
-def _module(package: str, contract: str) -> ModuleType:
-    return importlib.import_module(f"kernels.{package}.{contract.rpartition('.')[2]}")
+def _module(package: str, name: str) -> ModuleType:
+    return importlib.import_module(f"kernels.{package}.{name}")
 
 
 def runs_on_cuda(state: DeviceState) -> bool:

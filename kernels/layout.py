@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from protocol.units import PAGE_TOKENS, SLOTS_MAX, managed_chunks
+from protocol.units import PAGE_TOKENS, SLOTS_MAX, TAIL_PAGES, managed_chunks
 
 SLOT_ABSENT: Final = 0xFFFF
 QUEUE_SLOTS: Final = 512  # of an eviction queue's first ring
@@ -58,7 +58,6 @@ OPENED_PAGES: Final = 1024  # index pages of a context that a step keeps in the 
 OPENED_CHUNKS: Final = -(-SLOTS_MAX // PAGE_TOKENS // 4) * 4  # hot chunks likewise, in whole vectors
 OPENED_WORDS: Final = 4 + OPENED_PAGES + OPENED_CHUNKS
 DENSE: Final = -1  # group of a layer that selects nothing
-TAIL_PAGES: Final = 2  # slots of a tail, where slots hold a page: the one that is written, and the one before
 SLAB_LAYERS: Final = 2  # layers whose prompt rows the slab holds at a time
 
 assert SLOTS_MAX <= SLOT_ABSENT  # a slot number never reads as absent

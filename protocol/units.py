@@ -9,6 +9,8 @@ PAGE_TOKENS: Final = 64
 #: Slots of the largest hot size class and its tail chunk.
 SLOTS_MAX: Final = 32_768 + 64
 TAIL_SLOTS_MAX: Final = 16
+#: Slots of a tail where slots hold a page: the one that is written, and the one before.
+TAIL_PAGES: Final = 2
 SEAT_ROWS_MAX: Final = 5  # rows of one request in a decode step: the last token and four drafts
 TOPK_MAX: Final = 4_096
 CONTEXT_MAX_TOKENS: Final = 1_048_576

@@ -60,6 +60,14 @@ def read_index_keys(state: DeviceState, group: int, seat: int, stop: int, *, sta
     return keys
 
 
+def read_dense_rows(state: DeviceState, layer: int, seat: int, stop: int, plane: int = 0, *, start: int = 0) -> Tensor:
+    """As kernels.rows.read_dense_rows."""
+    rows = _new(state, stop - start, state.geometry.planes[plane])
+    section, table = state.plane(layer, plane), state.index_table[seat]
+    _launch(state, "fetch_rows", section, rows, table=table, start=start, plane=plane)
+    return rows
+
+
 def _launch(
     state: DeviceState,
     kernel: str,

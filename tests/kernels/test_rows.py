@@ -246,7 +246,8 @@ def test_views_of_the_slab_share_all_but_rows() -> None:
     """A tensor of their own would be copied to the device amid a pass, and the host would wait for the copy."""
     state = Rig(groups=(0, 0, 1), row_bytes=12, split=5).state
     for layer in range(2):
-        view, own = vars(state.slab(layer)), {"rows", "planes", "row_words"}
+        own = {"rows", "planes", "row_words", "dense_rows", "dense_planes", "dense_words"}
+        view = vars(state.slab(layer))
         assert {name for name, value in vars(state).items() if view.get(name) is not value} - {"_slab_views"} == own
         assert view["rows"].data_ptr() == state.slab_rows[layer].data_ptr()
 

@@ -106,7 +106,7 @@ def test_ungranted_token_trips_and_changes_nothing(table: str) -> None:
 
 def test_begin_step_names_an_unfit_tensor() -> None:
     rig, _ = opened()
-    with pytest.raises(BadInput, match=r"plan.device_row=int32: got int32\[2, 5\].*groups=2, batch=4"):
+    with pytest.raises(BadInput, match=r"plan.device_row=int32: got int32\[2, 5\].*places=2, batch=4"):
         begin_step(rig.state, rig.batch, BackupPlan.allocate(5, 2))
 
 

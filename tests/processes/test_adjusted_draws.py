@@ -224,7 +224,11 @@ def assert_held(model: Path, prompts: list[list[int]], outputs: list[Received]) 
 async def test_grammars_survive_deaths_of_a_rank_and_of_the_coordinator(model: Path, tmp_path: Path) -> None:
     """Of a group of two ranks."""
     prompts = prompts_of(9, 2 * len(GRAMMARS) + 1)
-    async with cluster_of_two(group_config(model, tmp_path), tmp_path, kept=True, group_size=2) as (cluster, client, _):
+    async with cluster_of_two(group_config(model, tmp_path, "auto"), tmp_path, kept=True, group_size=2) as (
+        cluster,
+        client,
+        _,
+    ):
 
         async def disturb() -> None:
             before = pids(cluster)

@@ -21,8 +21,8 @@ NEW_TOKENS = 32
 BACK_LIMIT_S = 240.0
 
 
-def group_config(model: Path, runtime_dir: Path) -> Config:
-    config = kept_as(crash_config(model, runtime_dir), KV_DTYPE)
+def group_config(model: Path, runtime_dir: Path, kv_dtype: str = KV_DTYPE) -> Config:
+    config = kept_as(crash_config(model, runtime_dir), kv_dtype)
     return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, stream_backend="inline"))
 
 

@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kernels.layout import Geometry
-from kernels.row_bytes import KvKinds, index_key_shape, kv_row_shape
 from protocol.errors import ConfigError
 from worker.families.base import Family, Module, TensorSpec, TokenBytes, Unfit, product_tensors
 
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.expert_choice import ExpertChoice
+    from kernels.layout import Geometry
+    from kernels.row_bytes import KvKinds
 
 _SIZES: Final = (
     *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
@@ -61,6 +61,9 @@ class LatentFamily(Family):
     def geometry(self, config: Any, kinds: KvKinds, *, draft_layer: bool) -> Geometry:
         """Return one row of latent and rope a token; the draft layer is in a group of its own. Raises ConfigError where
         the first layer has no indexer to share."""
+        from kernels.layout import Geometry
+        from kernels.row_bytes import index_key_shape, kv_row_shape
+
         sharing = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
         if sharing[0] != "full":
             raise ConfigError(

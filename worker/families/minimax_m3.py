@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from kernels.layout import DENSE, TAIL_PAGES, Geometry
-from kernels.row_bytes import PLAIN_BYTES, KvKinds
-from protocol.units import PAGE_TOKENS
+from protocol.units import PAGE_TOKENS, TAIL_PAGES
 from worker.families.base import Family, TensorSpec, TokenBytes, Unfit, product_tensors
+
+if TYPE_CHECKING:
+    from kernels.layout import Geometry
+    from kernels.row_bytes import KvKinds
 
 #: In the form of the published template, whose roles and markers engines name.
 _TEMPLATE: Final = """\
@@ -188,6 +190,9 @@ class _MiniMaxM3(Family):
 
     def geometry(self, config: Any, kinds: KvKinds, *, draft_layer: bool) -> Geometry:
         """Return K and V planes for each KV head, in slots that hold a page."""
+        from kernels.layout import DENSE, Geometry
+        from kernels.row_bytes import PLAIN_BYTES
+
         value, dense = PLAIN_BYTES[kinds.rows], config.layer_types.count(_FULL)
         return Geometry(
             layers=config.num_hidden_layers,

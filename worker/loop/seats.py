@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from kernels.backend import prepare
-from kernels.layout import TAIL_PAGES
 from kernels.seat import clear_seat, latest_tokens
 from kernels.state import DeviceState
 from protocol.arrays import Int32Array, unpack_int32
@@ -40,7 +39,7 @@ from protocol.logprobs import row_words
 from protocol.logs import fields, logger
 from protocol.messages import NO_HOT_BUFFER, Admit, Grant, ModelInfo
 from protocol.settings import WorkerSettings
-from protocol.units import PAGE_TOKENS, pages_for
+from protocol.units import PAGE_TOKENS, TAIL_PAGES, pages_for
 from worker.device.arena import Arena
 from worker.device.hot_buffer import HotBuffer, HotBufferChange, SetUp, change, check_size, set_up_prompt
 from worker.device.inventory import FreeDeviceMemory

@@ -12,12 +12,12 @@ from protocol.logs import fields, logger
 from protocol.settings import WorkerSettings
 from worker.device.step_rows import rows_max
 from worker.families.latent import LatentFamily
-from worker.families.table import family_of
+from worker.families.table import FAMILIES
 from worker.group.exchange import Collectives
 from worker.keeper.memory import TableDiffersError
 from worker.runners.base import arithmetic, prefix_unit_tokens
 from worker.runners.block_sparse import BlockSparseRunner
-from worker.runners.checkpoint import read_dimensions
+from worker.runners.checkpoint import read_config
 from worker.runners.transformers_dsa import TransformersRunner
 
 ModelRunner: TypeAlias = TransformersRunner | BlockSparseRunner
@@ -70,5 +70,5 @@ def load_runner(
 
 def _kind_of(path: str) -> type[TransformersRunner] | type[BlockSparseRunner]:
     """Return the runner that serves the checkpoint's family. Raises ConfigError."""
-    is_latent = isinstance(family_of(read_dimensions(path)), LatentFamily)
-    return TransformersRunner if is_latent else BlockSparseRunner
+    family = FAMILIES[read_config(path, with_weights=False)["model_type"]]
+    return TransformersRunner if isinstance(family, LatentFamily) else BlockSparseRunner

@@ -115,6 +115,7 @@ class FakeGroupRunner(FakeRunner):
 
     launched = padded = 0
     breaks = False
+    splits_passes = True
 
     def launch_padding(self, streams: Streams, layer: int, rows: int) -> None:
         assert rows
