@@ -37,14 +37,14 @@ def _copy_seconds(counters: WorkerCounters) -> dict[tuple[str, str], float]:
 
 
 def _layers(swap: SwapTotals) -> list[str]:
-    """Numbers of one width, so that series sort."""
-    layers = len(swap.group_of_layer)
-    return [f"{layer:0{len(str(layers - 1))}}" for layer in range(layers)]
+    """Numbers of the layers that select, of one width, so that series sort."""
+    width = len(str(len(swap.group_of_layer) - 1))
+    return [f"{layer:0{width}}" for layer in swap.selecting]
 
 
-def _by_layer(swap: SwapTotals, by_group: IntArray) -> dict[str, float]:
-    """Of each layer, the count of its index group."""
-    return dict(zip(_layers(swap), by_group[list(swap.group_of_layer)].tolist(), strict=True))
+def _by_layer(swap: SwapTotals, counts: IntArray) -> dict[str, float]:
+    """Each layer's counts of its index group."""
+    return dict(zip(_layers(swap), swap.by_layer(counts), strict=True))
 
 
 def _by_position(drafts: Counter[int]) -> dict[str, float]:
@@ -54,9 +54,10 @@ def _by_position(drafts: Counter[int]) -> dict[str, float]:
 
 def _swap_seconds(swap: SwapTotals) -> dict[tuple[str, str], float]:
     """By layer and stream: a step waits for the first layer of a group; the others are copied beside it."""
-    groups = swap.group_of_layer
-    streams = ("compute" if groups.index(group) == layer else "swap" for layer, group in enumerate(groups))
-    return dict(zip(zip(_layers(swap), streams, strict=True), swap.seconds, strict=True))
+    groups, layers = swap.group_of_layer, swap.selecting
+    streams = ["compute" if groups.index(groups[layer]) == layer else "swap" for layer in layers]
+    seconds = [swap.seconds[layer] for layer in layers]
+    return dict(zip(zip(_layers(swap), streams, strict=True), seconds, strict=True))
 
 
 EXECUTOR_METRICS: Final[tuple[Metric[WorkerCounters], ...]] = (

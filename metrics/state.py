@@ -119,18 +119,29 @@ class Busy:
 
 
 class SwapTotals:
-    """Swap-in by layer. Layers of one index group share hits, misses and evictions, which are kept by group: int64 [G]
-    each. `seconds` float [L] are of timed steps, each of which stands for `weight` steps; of the first layer of a
-    group in the way of the step, of the others beside it."""
+    """Swap-in by layer. Layers of one index group share hits, misses and evictions, which are kept by selection, group
+    * heads + head: int64 [G * heads] each. `seconds` float [L] are of timed steps, each of which stands for `weight`
+    steps; of the first layer of a group in the way of the step, of the others beside it."""
 
-    __slots__ = ("evictions", "group_of_layer", "hits", "misses", "row_bytes", "seconds")
+    __slots__ = ("evictions", "group_of_layer", "heads", "hits", "misses", "row_bytes", "seconds")
 
-    def __init__(self, group_of_layer: Sequence[int] = (), row_bytes: int = 0) -> None:
+    def __init__(self, group_of_layer: Sequence[int] = (), row_bytes: int = 0, heads: int = 1) -> None:
+        """`group_of_layer` is below 0 for layers that select nothing. What a head selects has `row_bytes`."""
         groups = max(group_of_layer, default=-1) + 1
-        self.group_of_layer = tuple(group_of_layer)
+        self.group_of_layer, self.heads = tuple(group_of_layer), heads
         self.row_bytes = row_bytes
-        self.hits, self.misses, self.evictions = (np.zeros(groups, np.int64) for _ in range(3))
+        self.hits, self.misses, self.evictions = (np.zeros(groups * heads, np.int64) for _ in range(3))
         self.seconds = [0.0] * len(self.group_of_layer)
+
+    @property
+    def selecting(self) -> list[int]:
+        """Return the numbers of the layers that select."""
+        return [layer for layer, group in enumerate(self.group_of_layer) if group >= 0]
+
+    def by_layer(self, counts: IntArray) -> list[int]:
+        """Return, for each of `selecting`, the sum of `counts` int64 [G * heads] over the heads of its group."""
+        of_group: IntArray = counts.reshape(-1, self.heads).sum(1)
+        return [int(of_group[self.group_of_layer[layer]]) for layer in self.selecting]
 
     @property
     def totals(self) -> tuple[int, int, int]:
@@ -140,13 +151,13 @@ class SwapTotals:
     @property
     def loaded_bytes(self) -> int:
         """Of all layers, from the host."""
-        return self.row_bytes * int(self.misses[list(self.group_of_layer)].sum())
+        return self.row_bytes * sum(self.by_layer(self.misses))
 
     @property
     def waited_seconds(self) -> float:
         """Of the first layer of each group."""
         groups = self.group_of_layer
-        return sum(it for layer, it in enumerate(self.seconds) if groups.index(groups[layer]) == layer)
+        return sum(self.seconds[layer] for layer in self.selecting if groups.index(groups[layer]) == layer)
 
     def spent(self, weight: int, layer: int, seconds: float) -> None:
         self.seconds[layer] += weight * seconds

@@ -39,7 +39,7 @@ from metrics.state import LinkCounters
 from metrics.worker import WorkerCollector, WorkerSources, worker_health, worker_readiness
 from protocol import logs
 from protocol.config import keeper_path, pool_path
-from protocol.errors import EXIT_DEFECT, EXIT_PEER_LOST, HiSparseError
+from protocol.errors import EXIT_DEFECT, EXIT_PEER_LOST, ConfigError, HiSparseError
 from protocol.logs import fields
 from protocol.settings import Config, WorkerSettings
 from protocol.start_and_end import leave_reason, tell_step
@@ -62,6 +62,7 @@ from worker.pool.start import open_pool, size_pool
 from worker.runners.base import Runner
 from worker.runners.checkpoint import fingerprint
 from worker.runners.load import ModelRunner, load_runner
+from worker.runners.transformers_dsa import TransformersRunner
 from worker.standby import DismissedError, Prepared, stand_by
 from worker.streams import Streams, make_streams
 from worker.transfer.transfers import check_transfer, open_transfers
@@ -305,6 +306,13 @@ def _recorder(settings: WorkerSettings, runner: ModelRunner) -> SelectionRecorde
     """What records selections of `runner` from now on, if asked for. Raises ConfigError."""
     if not settings.record_selections:
         return None
+    if not isinstance(runner, TransformersRunner):
+        raise ConfigError(
+            "selections of pages are not recorded",
+            field="worker.record_selections",
+            value=settings.record_selections,
+            remedy="leave it empty",
+        )
     path = Path(f"{settings.record_selections}.{settings.name}.{os.getpid()}")
     in_flight = settings.lookahead_steps + 1
     recorder = SelectionRecorder(path, runner.geometry, settings.seats, settings.device, in_flight)

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from basics.rooms import RoomUse
-from kernels.layout import Geometry
 from metrics.state import MemoryUse, SwapTotals, WorkerCounters
 from protocol.arrays import unpack_int32
 from protocol.byte_sizes import parse_size
@@ -142,7 +141,8 @@ class Executor:
         self.counters = counters or WorkerCounters()
         self.counters.fence_waits = streams.waits
         self.transfers = transfers or Transfers()
-        self.counters.swap = _swap_totals(runner.geometry)
+        g = runner.geometry
+        self.counters.swap = SwapTotals(g.group_of_layer, g.head_bytes * g.slot_tokens, g.heads)
         self.state = allocate_state(runner, settings, sizing, host)
         self._runner = runner
         self._sizing = sizing
@@ -175,7 +175,6 @@ class Executor:
             stepped=self._pace.stepped,
             recorder=recorder,
         )
-        g = runner.geometry
         warm_start = TopkBuffers(g, self.state.rows.device)
         self._groups = LayerGroups.of(g, parse_size(settings.layer_group, "worker.layer_group"))
         self._prefix_unit = prefix_unit_tokens(settings)
@@ -901,13 +900,6 @@ class Executor:
             self._running.remove(request)
         request.status = status
         self._waiting[request.placement] = request
-
-
-def _swap_totals(geometry: Geometry) -> SwapTotals:
-    """Return counts of swap-in by layer, or where heads select for themselves by layer and head."""
-    g = geometry
-    heads = [g.place_of(layer, head) for layer in range(g.dense, g.layers) for head in range(g.heads)]
-    return SwapTotals(heads, g.head_bytes * g.slot_tokens)
 
 
 def _taken_by(warm_up: Callable[[], None], device: torch.device) -> int:

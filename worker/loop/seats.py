@@ -345,7 +345,7 @@ class Seats:
             self._swap.reclaim()
         if done.reload:
             managed = done.buffer.hot_slots > 0
-            request.fences = self._load_topk(request, b"") if managed else (self._load_rows(request),)
+            request.fences = self._load_units(request, []) if managed else (self._load_rows(request),)
         return done.reload
 
     def step_back(self, request: RunningRequest) -> None:
@@ -419,7 +419,11 @@ class Seats:
 
     def _load_topk(self, request: RunningRequest, packed: bytes) -> tuple[Fence, ...]:
         """Begin with what was selected last, where that is known; a hint that cannot be read is counted."""
-        tokens = self._begin_with(request, self._selected(request, packed))
+        return self._load_units(request, self._selected(request, packed))
+
+    def _load_units(self, request: RunningRequest, selected: list[Int32Array]) -> tuple[Fence, ...]:
+        """Load the units `selected`, by selection, into an empty buffer, and the page that the next token continues."""
+        tokens = self._begin_with(request, selected)
         if not tokens:
             return ()
         self.swap_counts.fill(request.seat, [len(positions) for positions in tokens])
@@ -442,15 +446,15 @@ class Seats:
         return tokens
 
     def _begin_with(self, request: RunningRequest, selected: list[Int32Array]) -> list[Int32Array]:
-        """Return the units by selection that an empty buffer is to hold: a page that the next token continues has to be
-        among them, and comes first."""
-        geometry = self._state.geometry
-        if not request.position % geometry.slot_tokens:
-            return selected
-        room, page = self._swap.slots_in(request.memory.hot.hot_slots), request.position // geometry.slot_tokens
-        first = np.array([page], np.int32)
-        others = selected or [first] * geometry.selections
-        return [np.concatenate((first, pages[pages != page]))[:room] for pages in others]
+        """Return the units by selection that an empty buffer is to hold, no more than its ordinary slots: a page that
+        the next token continues has to be among them, and comes first."""
+        geometry, room = self._state.geometry, self._swap.slots_in(request.memory.hot.hot_slots)
+        page, inside = divmod(request.position, geometry.slot_tokens)
+        if inside:
+            first = np.array([page], np.int32)
+            others = selected or [first] * geometry.selections
+            selected = [np.concatenate((first, pages[pages != page])) for pages in others]
+        return [units[:room] for units in selected]
 
     def _load_rows(self, request: RunningRequest) -> Fence:
         return self._swap.load_rows(request.memory.hot.chunks, request.memory.host_pages, request.position)

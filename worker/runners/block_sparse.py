@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -157,14 +157,11 @@ class BlockSparseRunner:
         deterministic_seats: int = 0,
         share: ExpertShare | None = None,
         exchange: Exchange | None = None,
-        after_index_topk: Callable[[int, StepBatch, Tensor], None] | None = None,
     ) -> None:
         """`deterministic_seats` > 0: every step has that many rows, which are kept apart. Raises ConfigError.
 
         A `model` with the routed experts of `share` alone needs the `exchange` with the ranks that hold the others.
-        `after_index_topk` sees the number of each selection, the batch, and the pages int32[B, k] that were selected.
         """
-        self.after_index_topk = after_index_topk
         self.info = info
         self.geometry = geometry
         self.dtype: torch.dtype = model.dtype
@@ -352,9 +349,6 @@ class BlockSparseRunner:
         write_index_keys(state, group, batch, index.keys.squeeze(1).contiguous().view(torch.uint8))
         queries = index.queries.squeeze(1).contiguous()
         block_topk(state, group, queries, batch, scratch.topk, block_tokens=self._block_tokens, local=self._local)
-        if self.after_index_topk is not None:
-            for head, topk in enumerate(scratch.topk):
-                self.after_index_topk(group * self.geometry.heads + head, batch, topk)
 
     @torch.inference_mode()
     def _attend(self, scratch: _StepScratch, state: DeviceState, batch: StepBatch, layer: int) -> None:

@@ -7,9 +7,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from torch import Tensor
 
+from kernels.seat import hold_tokens
+from kernels.state import DeviceState
+from protocol.messages import NO_HOT_BUFFER
 from protocol.settings import WorkerSettings
-from tests.support.block_model import library, prompt, runner
+from tests.support.block_model import DIM, library, prompt, runner
 from tests.support.fakes.coordinator import Life
 from tests.support.worker_rig import Rig
 
@@ -71,3 +75,35 @@ def test_no_retraction_or_resize_shows_in_tokens(seed: int) -> None:
                 rig.coordinator.withdraw(life, leaving)
     rig.run()
     check_tokens(rig, lives)
+
+
+def test_a_warm_start_takes_no_slot_of_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a block a head has selected one page more than the smallest buffer has ordinary slots."""
+    held: list[tuple[int, int]] = []
+
+    def hold(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, slots: Tensor, tokens: Tensor) -> None:
+        held.append((hot_slots, int(slots.max())))
+        hold_tokens(state, seat, hot_slots, groups, slots, tokens)
+
+    monkeypatch.setattr("worker.loop.swap.hold_tokens", hold)
+    rig = Rig(settings=SETTINGS, runner=runner())
+    life = rig.coordinator.create(0, 1, NEW_TOKENS)
+    life.prompt = tuple(prompt(640, 0))
+    assert rig.coordinator.admit(life, NO_HOT_BUFFER)
+    rig.run()
+    assert rig.coordinator.admit(life, 384)
+    rig.run()
+    assert life.tokens == library(640, NEW_TOKENS)[0]
+    assert held == [(5, 4)]
+
+
+def test_swap_in_is_counted_by_layers_that_select() -> None:
+    """A layer's counts are those of its heads together; a head loads the K and V of a page."""
+    rig, lives = start()
+    for life in lives:
+        assert rig.coordinator.admit(life, 384)
+    rig.run()
+    swap, misses = rig.executor.counters.swap, sum(life.misses for life in lives)
+    assert swap.selecting == [1, 2, 3]
+    assert sum(swap.by_layer(swap.misses)) == misses > 0
+    assert swap.loaded_bytes == misses * 64 * 2 * DIM * 4
