@@ -5,22 +5,20 @@ first layers are dense: all of their rows stay on the device, and steps read all
 blocks by index keys that the heads share (kernels/block_topk.py), and the pages of these blocks are swapped in for that
 head alone.
 
-Projections, norms, rotary embedding, MLP, experts, router and lm_head are the model library's modules. A step on a CPU
-reads how many rows each request has, so that nothing here can be captured in a graph.
+What a layer computes is in block_layers.py. A step on a CPU reads how many rows each request has, so that nothing here
+can be captured in a graph.
 
 Prompts attend as the library does, with masks over all rows in the slab, block of queries by block of queries.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,9 +26,7 @@ from torch import Tensor
 from kernels.block_attention import attend_dense, attend_pages
 from kernels.block_topk import block_topk
 from kernels.layout import Geometry
-from kernels.reference.block_attention import attend
 from kernels.reference.block_topk import block_scores, top_blocks, write_pages
-from kernels.routing import add_parts
 from kernels.rows import (
     read_index_keys,
     read_slab_rows,
@@ -41,13 +37,10 @@ from kernels.rows import (
 )
 from kernels.state import DeviceState, MissPlan, StepBatch, real_rows
 from kernels.swap_in import swap_in
-from protocol.config_checks import SEATS_MAX, WEIGHT_ONLY
+from protocol.config_checks import WEIGHT_ONLY
 from protocol.errors import ConfigError, InternalError, Unavailable
-from protocol.logs import logger
 from protocol.messages import ModelInfo
 from protocol.tokenizer_files import read_tokenizer
-from protocol.units import PAGE_TOKENS
-from worker.families.base import Module
 from worker.group.exchange import Collectives, Exchange
 from worker.runners.adjust import Adjust
 from worker.runners.base import (
@@ -59,6 +52,7 @@ from worker.runners.base import (
     form_block_tokens,
     no_listener,
 )
+from worker.runners.block_layers import Angles, BlockLayers
 from worker.runners.checkpoint import (
     describe_model,
     geometry_of,
@@ -68,38 +62,14 @@ from worker.runners.checkpoint import (
     require_kinds,
 )
 from worker.runners.drawing import draw_first, draw_step, fed_tokens
-from worker.runners.experts import Over, experts_for, hold_share, padding, routed
 from worker.runners.held_weights import dtype_name, exchange_of, finish_loading, kept_memory, share_of, torch_dtype_of
-from worker.runners.invariance import not_apart, remedies, rows_apart
 from worker.weights.layout import ExpertShare
 from worker.weights.matmul import DECODED, resolve_matmul
-from worker.weights.model import load_model
+from worker.weights.model import held_bytes, load_model
 from worker.weights.safetensors_header import FIELD
 
 if TYPE_CHECKING:
     from worker.streams import Streams
-
-log = logger("worker.runners")
-
-#: The rotary function of the library's module.
-ROPE: Final = "apply_rotary_pos_emb"
-
-Angles = tuple[Tensor, Tensor]  # cos and sin [N, S, d] of some positions
-
-
-class Heads(NamedTuple):
-    """What one layer's projections give for N x S tokens. D head_dim, H query heads, K KV heads."""
-
-    queries: Tensor  # [N, S, H, D]
-    keys: Tensor  # [N, S, K, D]
-    values: Tensor  # [N, S, K, D]
-
-
-class IndexHeads(NamedTuple):
-    """What the indexer's projections give. d its head_dim."""
-
-    queries: Tensor  # [N, S, K, d]
-    keys: Tensor  # [N, S, d]
 
 
 @dataclass(eq=False)
@@ -168,19 +138,17 @@ class BlockSparseRunner:
         self.matmul = DECODED
         self.weights_seconds: dict[str, float] = {}  # for how long they were loaded, by where they were found
         self.weights_are_kept = False  # by a keeper, for the next worker
-        self._model = model
-        self._config = config = model.config
-        self._blocks = config.index_topk_blocks
-        self._rope = getattr(sys.modules[type(model).__module__], ROPE)
-        self._decode_experts, self._prompt_experts = experts_for(model.device, model.dtype)
-        self._share, self._exchange = share, exchange
+        self._layers = layers = BlockLayers(model, geometry, share=share, exchange=exchange)
+        config = model.config
+        self._blocks: int = config.index_topk_blocks
+        self._block_tokens: int = config.index_block_size
+        self._local: int = config.index_local_blocks
         self._block_tokens_max = form_block_tokens(gathered=False, deterministic=deterministic_seats > 0)
-        if share is not None and exchange is not None:
-            hold_share(model, share)
+        if exchange is not None:
             self._block_tokens_max = min(self._block_tokens_max, exchange.rows_max)
         self._scratch: dict[int, _StepScratch] = {}
         if deterministic_seats:
-            self._require_rows_apart(deterministic_seats)
+            layers.require_rows_apart(deterministic_seats)
 
     @classmethod
     def load(
@@ -255,11 +223,7 @@ class BlockSparseRunner:
 
     def weights_bytes(self) -> dict[str, int]:
         """Return bytes of the weights as they are held, by dtype."""
-        held: dict[str, int] = {}
-        for tensor in (*self._model.parameters(), *self._model.buffers()):
-            name = str(tensor.dtype).removeprefix("torch.")
-            held[name] = held.get(name, 0) + tensor.numel() * tensor.element_size()
-        return held
+        return held_bytes(self._layers.model)
 
     # ---------------------------------------------------------------- launches
 
@@ -333,34 +297,34 @@ class BlockSparseRunner:
     @torch.inference_mode()
     def _embed(self, scratch: _StepScratch, sampler: SamplerState, batch: StepBatch) -> None:
         tokens, positions = fed_tokens(sampler, batch, real_rows(batch))
-        scratch.hidden, scratch.angles = self._entered(tokens.unsqueeze(1), positions.unsqueeze(1))
+        scratch.hidden, scratch.angles = self._layers.enter(tokens.unsqueeze(1), positions.unsqueeze(1))
 
     @torch.inference_mode()
     def _project(self, scratch: _StepScratch, state: DeviceState, batch: StepBatch, layer: int) -> None:
-        module, group = self._layer(layer), self.geometry.group_of_layer[layer]
+        module, group = self._layers[layer], self.geometry.group_of_layer[layer]
         entered = module.input_layernorm(scratch.hidden)
-        projected = self._projected(module.self_attn, entered, scratch.angles)
+        projected = self._layers.project(module.self_attn, entered, scratch.angles)
         scratch.queries = projected.queries.squeeze(1).contiguous()
-        for plane, values in enumerate(self._planes(projected)):
+        for plane, values in enumerate(self._layers.planes(projected)):
             write_new_rows(state, layer, batch, values.squeeze(1).contiguous().view(torch.uint8), plane)
         if layer < self.geometry.dense:
             return
-        index = self._indexed(module.self_attn.indexer, entered, scratch.angles)
+        index = self._layers.index(module.self_attn.indexer, entered, scratch.angles)
         write_index_keys(state, group, batch, index.keys.squeeze(1).contiguous().view(torch.uint8))
         queries = index.queries.squeeze(1).contiguous()
         block_topk(state, group, queries, batch, scratch.topk, block_tokens=self._block_tokens, local=self._local)
 
     @torch.inference_mode()
     def _attend(self, scratch: _StepScratch, state: DeviceState, batch: StepBatch, layer: int) -> None:
-        attention = self._layer(layer).self_attn
+        attention = self._layers[layer].self_attn
         attended = torch.empty_like(scratch.queries)
         if layer < self.geometry.dense:
             attend_dense(state, layer, scratch.queries, batch, attention.scaling, attended)
         else:
             about = scratch.topk, scratch.out_rows, batch, attention.scaling
             attend_pages(state, layer, scratch.queries, *about, attended)
-        over, attended = self._over(len(attended), real_rows(batch)), attended.flatten(1).unsqueeze(1)
-        scratch.hidden = self._left(layer, scratch.hidden, attended, self._decode_experts, over)
+        over, attended = self._layers.over(len(attended), real_rows(batch)), attended.flatten(1).unsqueeze(1)
+        scratch.hidden = self._layers.leave(layer, scratch.hidden, attended, self._layers.decode_experts, over)
 
     @torch.inference_mode()
     def _sample(
@@ -371,14 +335,14 @@ class BlockSparseRunner:
         outputs: StepOutputs,
         adjust: Adjust | None,
     ) -> None:
-        draw_step(self._logits(scratch.hidden), sampler, batch, outputs, adjust)
+        draw_step(self._layers.logits(scratch.hidden), sampler, batch, outputs, adjust)
 
     # ---------------------------------------------------------------- prompts
 
     @torch.inference_mode()
     def _embed_prompts(self, prompts: BlockPass, tokens: Tensor) -> None:
         positions = torch.cat([torch.arange(part.start, part.stop) for part in prompts.parts])
-        prompts.hidden, prompts.angles = self._entered(tokens.clone()[None], positions[None])
+        prompts.hidden, prompts.angles = self._layers.enter(tokens.clone()[None], positions[None])
         shape = self.geometry.selections, self.geometry.topk
         prompts.warm_start = {
             number: torch.full(shape, -1, dtype=torch.int32) for number, part in enumerate(prompts.parts) if part.ends
@@ -386,16 +350,16 @@ class BlockSparseRunner:
 
     @torch.inference_mode()
     def _project_unit(self, unit: _Unit, state: DeviceState, layer: int) -> None:
-        module, group = self._layer(layer), self.geometry.group_of_layer[layer]
+        module, group = self._layers[layer], self.geometry.group_of_layer[layer]
         entered = module.input_layernorm(unit.prompts.hidden[:, unit.rows])
         cos, sin = unit.prompts.angles
         angles = cos[:, unit.rows], sin[:, unit.rows]
-        projected = self._projected(module.self_attn, entered, angles)
+        projected = self._layers.project(module.self_attn, entered, angles)
         unit.queries = projected.queries
-        index = None if layer < self.geometry.dense else self._indexed(module.self_attn.indexer, entered, angles)
+        index = None if layer < self.geometry.dense else self._layers.index(module.self_attn.indexer, entered, angles)
         for number, piece in unit.pieces:
             place = unit.place(piece)
-            for plane, values in enumerate(self._planes(projected)):
+            for plane, values in enumerate(self._layers.planes(projected)):
                 rows = values[0, place].contiguous().view(torch.uint8)
                 write_slab_rows(state, layer, piece.seat, piece.start, rows, plane)
             if index is not None:
@@ -427,13 +391,13 @@ class BlockSparseRunner:
                 reached = reached & tokens[..., : piece.stop]
             attended[0, place] = self._attended(state, layer, piece, unit.queries[0, place], reached)
         hidden = unit.prompts.hidden[:, unit.rows]
-        over = self._over(rows or hidden.shape[1])
-        hidden.copy_(self._left(layer, hidden, attended.flatten(2), self._prompt_experts, over))
+        over = self._layers.over(rows or hidden.shape[1])
+        hidden.copy_(self._layers.leave(layer, hidden, attended.flatten(2), self._layers.prompt_experts, over))
 
     def _attended(self, state: DeviceState, layer: int, piece: PromptPart, queries: Tensor, reached: Tensor) -> Tensor:
         """Return attention [S, H, D] of `queries` [S, H, D] over the rows of `layer` where `reached` bool[K, S, T]."""
         g, out = self.geometry, torch.empty_like(queries)
-        each, scaling = queries.shape[1] // g.heads, self._layer(layer).self_attn.scaling
+        each, scaling = queries.shape[1] // g.heads, self._layers[layer].self_attn.scaling
         for head in range(g.heads):
             key, value = (
                 read_slab_rows(state, layer, piece.seat, piece.stop, plane).view(self.dtype).unsqueeze(0)
@@ -452,9 +416,7 @@ class BlockSparseRunner:
 
     @torch.inference_mode()
     def _pad(self, layer: int, rows: int) -> None:
-        mlp, over = self._layer(layer).mlp, self._over(rows)
-        if over is not None and hasattr(mlp, "experts"):
-            padding(mlp, self._config.hidden_size, self.dtype, self._prompt_experts, over)
+        self._layers.pad(layer, rows)
 
     @torch.inference_mode()
     def _first_token(
@@ -463,108 +425,8 @@ class BlockSparseRunner:
         part = prompts.parts[number]
         if outputs.warm_start is not None:
             outputs.warm_start.copy_(prompts.warm_start[number])
-        logits = self._logits(prompts.hidden[:, part.end - 1 : part.end])
+        logits = self._layers.logits(prompts.hidden[:, part.end - 1 : part.end])
         draw_first(logits, part.seat, part.stop, sampler, outputs, adjust)
-
-    # ---------------------------------------------------------------- deterministic mode
-
-    @torch.inference_mode()
-    def _require_rows_apart(self, seats: int) -> None:
-        """Check a layer of each kind with steps of `seats`. Raises ConfigError with what was found to help."""
-        dense, layers = self.geometry.dense, [*enumerate(self._model.model.layers)]
-        kinds = {(number < dense, hasattr(layer.mlp, "experts")): number for number, layer in layers}
-
-        def apart(rows: int) -> bool:
-            random_rows = partial(torch.randn, rows, 1, self._config.hidden_size, dtype=self.dtype)
-            most = SEATS_MAX if self._exchange is None else min(SEATS_MAX, self._exchange.rows_max)
-            return rows <= most and all(rows_apart(partial(self._alone, it), random_rows) for it in kinds.values())
-
-        with nullcontext() if self._exchange is None else self._exchange.standing_for_all():
-            if not apart(seats):
-                raise not_apart(remedies(apart, seats, uses_threads=True))
-
-    def _alone(self, layer: int, hidden: Tensor) -> Tensor:
-        """Return all that a layer makes of hidden states [B, 1, hidden] at one position, [B, n]; each row attends to
-        its own K and V, of as many places as a page has."""
-        module, positions = self._layer(layer), torch.ones(len(hidden), 1, dtype=torch.long)
-        entered, angles = module.input_layernorm(hidden), self._model.model.rotary_emb(hidden, positions)
-        projected = self._projected(module.self_attn, entered, angles)
-        queries, held = projected.queries.squeeze(1), torch.ones(len(hidden), PAGE_TOKENS, dtype=torch.bool)
-        heads = []
-        for head, own in enumerate(queries.chunk(self.geometry.heads, dim=1)):
-            key, value = (of[:, :, head].repeat(1, PAGE_TOKENS, 1) for of in (projected.keys, projected.values))
-            heads.append(attend(own, key, value, held, module.self_attn.scaling))
-        attended = torch.cat(heads, dim=1).to(self.dtype).flatten(1).unsqueeze(1)
-        left = self._left(layer, hidden, attended, self._decode_experts, self._over(len(hidden)))
-        parts = [*projected, left, self._logits(left)]
-        if layer >= self.geometry.dense:
-            parts += self._indexed(module.self_attn.indexer, entered, angles)
-        return torch.cat([part.flatten(1).float() for part in parts], dim=1)
-
-    # ---------------------------------------------------------------- layers, of N x S tokens
-
-    @property
-    def _block_tokens(self) -> int:
-        tokens: int = self._config.index_block_size
-        return tokens
-
-    @property
-    def _local(self) -> int:
-        blocks: int = self._config.index_local_blocks
-        return blocks
-
-    def _layer(self, number: int) -> Module:
-        return self._model.model.layers[number]
-
-    def _entered(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Angles]:
-        """Return hidden states [N, S, hidden] of token ids, and the angles of their positions."""
-        hidden = self._model.model.embed_tokens(tokens)
-        return hidden, self._model.model.rotary_emb(hidden, positions)
-
-    def _projected(self, attention: Module, entered: Tensor, angles: Angles) -> Heads:
-        shape = (*entered.shape[:-1], -1, attention.head_dim)
-        queries = attention.q_norm(attention.q_proj(entered).view(shape))
-        keys = attention.k_norm(attention.k_proj(entered).view(shape))
-        queries, keys = self._rope(queries, keys, *angles, unsqueeze_dim=2)
-        return Heads(queries, keys, attention.v_proj(entered).view(shape))
-
-    def _indexed(self, indexer: Module, entered: Tensor, angles: Angles) -> IndexHeads:
-        shape, size = (*entered.shape[:-1], -1, indexer.head_dim), indexer.head_dim
-        queries = indexer.q_norm(indexer.q_proj(entered).view(shape))
-        keys = indexer.k_norm(indexer.k_proj(entered).view(shape))
-        cos, sin = (angle[..., :size] for angle in angles)
-        queries, keys = self._rope(queries, keys, cos, sin, unsqueeze_dim=2)
-        return IndexHeads(queries, keys.squeeze(2))
-
-    def _planes(self, projected: Heads) -> list[Tensor]:
-        """Return K and V [N, S, D] of each head, in the order of the planes of a row."""
-        return [of[:, :, head] for head in range(self.geometry.heads) for of in (projected.keys, projected.values)]
-
-    def _over(self, rows: int, real: Tensor | None = None) -> Over | None:
-        """Return where experts are, for a round of `rows`; None where this process holds all of them."""
-        if self._exchange is None or self._share is None:
-            return None
-        return Over(self._exchange, self._share, rows, real)
-
-    def _left(self, layer: int, hidden: Tensor, attended: Tensor, experts: str, over: Over | None) -> Tensor:
-        """Return hidden states behind a layer, of `attended` [N, S, H * D]."""
-        module = self._layer(layer)
-        hidden = hidden + module.self_attn.o_proj(attended)
-        normed, mlp = module.post_attention_layernorm(hidden), module.mlp
-        added: Tensor
-        if hasattr(mlp, "experts"):
-            parts = routed(mlp, normed, experts, over)
-            chosen = (parts[0] if over is None else add_parts(parts, self.dtype)).view_as(normed)
-            chosen = chosen * mlp.routed_scaling_factor
-            added = chosen + mlp.shared_experts(normed)
-        else:
-            added = mlp(normed)
-        return hidden + added
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Return float32[B, vocab] of hidden states [B, 1, hidden]."""
-        logits: Tensor = self._model.lm_head(self._model.model.norm(hidden)).squeeze(1).float()
-        return logits
 
     def _scratch_for(self, rows: int) -> _StepScratch:
         if rows not in self._scratch:
