@@ -106,7 +106,7 @@ class Geometry:
 
     @cached_property
     def dense(self) -> int:
-        """How many layers, the first ones, select nothing."""
+        """The number of layers, the first ones, that select nothing."""
         return next((layer for layer, group in enumerate(self.group_of_layer) if group != DENSE), self.layers)
 
     @property

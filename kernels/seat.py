@@ -97,7 +97,7 @@ def grow_managed(state: DeviceState, seat: int, old_slots: int, hot_slots: int) 
 
 
 def hold_tokens(state: DeviceState, seat: int, hot_slots: int, groups: Tensor, slots: Tensor, tokens: Tensor) -> None:
-    """In selection `groups[i]`, slot `slots[i]` holds token `tokens[i]`, used last at step 0.
+    """Hold token `tokens[i]` in slot `slots[i]` of selection `groups[i]`, used last at step 0.
 
     All int64[n]. For a buffer that init_managed has set up empty: no slot of a selection comes twice, nor any token;
     slots lie below `hot_slots`, tokens below the length, whose pages are granted. Their rows are there by the time they

@@ -72,9 +72,8 @@ def act(rig: Rig, action: str) -> None:
     request = rig.random.choice(list(rig.requests.values()))
     if action == "step":
         step(rig)
-    elif action == "resize" and (old := request.naive[0].hot_slots):
-        new = draw_hot_slots(rig)
-        rig.resize(request, new if new < old else max(new, old + rig.state.tail_slots))
+    elif action == "resize" and request.naive[0].hot_slots:
+        rig.resize_about(request, draw_hot_slots(rig))
     elif action == "other rows":
         rig.take_rows(rig.random.randint(1, rig.state.seat_rows))
     elif action == "reopen":

@@ -71,9 +71,8 @@ def act(rig: Rig, action: str) -> None:
     request = rig.random.choice(list(rig.requests.values()))
     if action == "step":
         step(rig)
-    elif action == "resize" and (old := request.naive[0].hot_slots):
-        new = draw_hot_slots(rig)
-        rig.resize(request, new if new < old else max(new, old + rig.state.tail_slots))
+    elif action == "resize" and request.naive[0].hot_slots:
+        rig.resize_about(request, draw_hot_slots(rig))
     elif action == "reopen":
         rig.close(request)
         rig.open(request.seat, draw_length(rig), draw_hot_slots(rig))

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from metrics import coordinator as coordinator_module
+from metrics import executor
 from metrics.coordinator import (
     CLUSTER_METRICS,
     ROUTER_METRICS,
@@ -560,3 +561,13 @@ def test_coordinator_with_a_failing_journal_is_not_ready() -> None:
     assert coordinator_readiness(sources) == Health(False, "disk full")
     with served(CoordinatorCollector(sources)) as exporter:
         assert "hisparse_journal_failing 1.0" in get(exporter, "/metrics")[1]
+
+
+def test_swap_in_has_the_numbers_of_layers_that_select() -> None:
+    """Heads of a layer are one series; a layer that selects nothing has none."""
+    swap = SwapTotals((-1, 0, 0, 1), row_bytes=100, heads=2)
+    swap.misses += (1, 2, 3, 4)
+    swap.spent(64, 2, 0.5)
+    assert executor._by_layer(swap, swap.misses) == {"1": 3, "2": 3, "3": 7}
+    assert executor._swap_seconds(swap) == {("1", "compute"): 0, ("2", "swap"): 32, ("3", "compute"): 0}
+    assert (swap.loaded_bytes, swap.waited_seconds) == (1_300, 0)

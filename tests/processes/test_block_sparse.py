@@ -54,7 +54,7 @@ async def kill_once(nodes: Nodes, client: Client, name: str) -> None:
 
 
 async def test_tokens_are_those_of_the_library_on_two_nodes(run_dir: Path, tmp_path: Path) -> None:
-    """What is said again begins with pages that were computed before; its worker is killed meanwhile."""
+    """Prompts that repeat earlier ones begin with pages computed before; their worker is killed meanwhile."""
     model = tiny_checkpoint(run_dir, "minimax-m3", index_topk=256, context_max_tokens=2_048)
     config = crash_config(model, tmp_path, "24MiB")
     worker = msgspec.structs.replace(

@@ -278,6 +278,11 @@ class Rig:
         """Return the positions of the context whose pages are granted."""
         return {position for position in range(request.length) if position // 64 in request.pages}
 
+    def resize_about(self, request: Request, hot_slots: int) -> None:
+        """Resize a managed buffer to `hot_slots`, or to the least that a larger one may have."""
+        old = request.naive[0].hot_slots
+        self.resize(request, hot_slots if hot_slots < old else max(hot_slots, old + self.state.tail_slots))
+
     def resize(self, request: Request, hot_slots: int) -> None:
         """Shrink or grow a managed buffer; one of pages is set up anew where it shrinks."""
         self.finish_backups()

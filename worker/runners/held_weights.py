@@ -1,4 +1,4 @@
-"""How a runner holds weights: their dtype, the memory of a keeper that has them, and a rank's share of the experts."""
+"""Weights as a runner holds them: their dtype, the memory of a keeper that has them, a rank's share of the experts."""
 
 from __future__ import annotations
 

@@ -95,6 +95,14 @@ def test_a_repository_has_one_page(tmp_path: Path) -> None:
     assert "worker.kv_dtype" not in result.stdout
 
 
+def test_a_cpu_is_advised_where_a_family_has_no_kernels(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, "minimax-m3")
+    result = check(tmp_path, "--gpu-mem", "4GB", "--host-mem", "1GB")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0].endswith("--device cpu")
+    assert "4, of which 3 select 256 rows" in result.stdout
+
+
 def test_the_context_is_halved_until_a_request_fits(tiny: Path) -> None:
     whole, less = (found(tiny, "--gpu-mem", "4GB", "--host-mem", size) for size in ("1GB", "16MB"))
     assert whole["fits"][0]["context_tokens"] == 16_384

@@ -14,15 +14,27 @@ from hypothesis import strategies as st
 
 from hisparse.demo.compare import TIE_BOUND, OracleRun, compare, first_difference
 from hisparse.demo.oracles import deal
-from hisparse.demo.plan import DemoOptions, DemoRequest, PromptSource, cut_prompts, memory_for, prompt_lengths
+from hisparse.demo.plan import (
+    DemoOptions,
+    DemoRequest,
+    PromptSource,
+    cut_prompts,
+    default_prompt_tokens,
+    memory_for,
+    prompt_lengths,
+)
 from hisparse.demo.report import DemoReport, RequestReport, figure_lines, judged, render
 from hisparse.demo.run import NUDGES, _deterministic_if_possible, nudged_runs
 from hisparse.demo.setup import cluster_config
 from hisparse.demo.watch import DemoWatch, Outcome, pages_in_use
 from protocol.errors import BadInput, ConfigError
 from protocol.messages import PoolRow, RequestRow
-from protocol.settings import Config
+from protocol.settings import Config, WorkerSettings
 from protocol.units import managed_chunks, pages_for
+from worker.device.sizing import size_worker
+from worker.families.table import family_named, names
+from worker.runners.checkpoint import anonymous_info, geometry_of
+from worker.runners.tiny import tiny_config
 
 
 def oracle(tokens: list[int], gaps: list[float] | None = None, runners_up: list[int] | None = None) -> OracleRun:
@@ -49,6 +61,23 @@ def test_no_request_becomes_resident_and_a_managed_one_fits(requests: int, short
     assert memory.hot_chunks < pages_for(shortest + 1)
     assert memory.hot_chunks >= managed_chunks(memory.hot_slots)
     assert memory.hot_slots >= 128
+
+
+@pytest.mark.parametrize("name", names())
+def test_hot_buffers_of_the_demo_suit_each_family(name: str) -> None:
+    """Prompts are long enough for what a tiny checkpoint selects, and a worker takes the size."""
+    family = family_named(name)
+    topk = max(DemoOptions.topk, family.topk_least)
+    shortest, longest = default_prompt_tokens(topk)
+    about: dict[str, Any] = {"prompt_tokens_min": shortest, "prompt_tokens_max": longest}
+    memory = memory_for(DemoOptions(name, topk=topk, hot_multiple=family.hot_multiple, **about))
+    dimensions = tiny_config(name, topk, 16_384)
+    settings = WorkerSettings(
+        hot_size_classes=(memory.hot_slots,), hot_chunks_max=memory.hot_chunks, host_mem="64MiB", device_mem="256MiB"
+    )
+    sizing = size_worker(settings, geometry_of(dimensions, "float32"), anonymous_info(dimensions, name))
+    assert sizing.capacity.hot_size_classes == (memory.hot_slots,)
+    assert sizing.capacity.hot_chunks == memory.hot_chunks
 
 
 @pytest.mark.parametrize(

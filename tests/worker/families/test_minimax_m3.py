@@ -191,7 +191,7 @@ def test_rows_are_kept_in_the_models_dtype_alone(kinds: KvKinds) -> None:
 
 
 def test_prompts_take_what_their_layers_make() -> None:
-    """Of 64 heads of 128 values, queries and what they attend to, for each row of a block."""
+    """Queries of 64 heads of 128 values and what they attend to, for each row of a block."""
     config = published_config("minimax-m3")
     fewer, more = (prompt_scratch_bytes(config, rows, 0) for rows in (4_096, 8_192))
     token = MINIMAX_M3.token_bytes(config, 2)
@@ -204,7 +204,7 @@ def test_prompts_take_what_their_layers_make() -> None:
 
 
 def test_checkpoints_have_the_published_names(checkpoint: Path) -> None:
-    """As transformers' conversion_mapping reads them; each expert has tensors of its own."""
+    """The names are those that transformers' conversion_mapping reads; each expert has tensors of its own."""
     stored = load_file(checkpoint / "model.safetensors")
     assert stored["language_model.model.layers.3.block_sparse_moe.experts.31.w2.weight"].shape == (128, 64)
     layer = "language_model.model.layers.3."

@@ -6,16 +6,19 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from torch import Tensor
 
 from kernels.seat import hold_tokens
 from kernels.state import DeviceState
+from protocol.errors import ConfigError
 from protocol.messages import NO_HOT_BUFFER
 from protocol.settings import WorkerSettings
 from tests.support.block_model import DIM, library, prompt, runner
 from tests.support.fakes.coordinator import Life
 from tests.support.worker_rig import Rig
+from worker.process import _recorder
 
 SETTINGS = WorkerSettings(
     seats=4,
@@ -107,3 +110,14 @@ def test_swap_in_is_counted_by_layers_that_select() -> None:
     assert swap.selecting == [1, 2, 3]
     assert sum(swap.by_layer(swap.misses)) == misses > 0
     assert swap.loaded_bytes == misses * 64 * 2 * DIM * 4
+
+
+def test_hot_sizes_hold_two_pages_more_each() -> None:
+    """A larger buffer has room for the tail's two slots beside those of a smaller one."""
+    with pytest.raises(ConfigError, match=r"hot_size_classes=384,448: .*384 rows, .* \(name sizes .* multiples of 128"):
+        Rig(settings=msgspec.structs.replace(SETTINGS, hot_size_classes=(384, 448)), runner=runner())
+
+
+def test_selections_of_pages_are_not_recorded() -> None:
+    with pytest.raises(ConfigError, match=r"worker\.record_selections=trace: selections of pages"):
+        _recorder(msgspec.structs.replace(SETTINGS, record_selections="trace"), runner())

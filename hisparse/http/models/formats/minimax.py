@@ -88,8 +88,8 @@ def _value(scan: Scan, name: str, schema: Any, root: Mapping[str, Any], depth: i
 
 
 def call_grammar(rules: Rules, tools: Sequence[tuple[Tool, str]], many: bool) -> str:
-    """Of a block with one call of `tools`, each with the field of its parameters, or with several. Objects and arrays
-    are held to JSON, which is read too. Raises BadInput."""
+    """The grammar of a block with one call of `tools`, each with the field of its parameters, or with several. Objects
+    and arrays are held to JSON, which is read too. Raises BadInput."""
     call = rules.rule(any_of([_written(rules, tool, field) for tool, field in tools]))
     return f'{rules.literal(START)} "\\n" ({call} "\\n"){"+" if many else ""} {rules.literal(END)}'
 

@@ -133,7 +133,7 @@ def test_the_tiny_template_is_read_again_and_says_whether_to_reason(thinking: bo
 
 
 def test_a_client_may_say_the_templates_own_variable() -> None:
-    """Of several names the client's wins over its effort, and each says whether to reason."""
+    """The client's name wins over its effort, and each says whether to reason."""
     assert Conversation((), variables={"thinking_mode": "disabled"}).answers_at_once
     assert not Conversation((), variables={"thinking_mode": "enabled"}).answers_at_once
     asked = Conversation((), thinking=False, variables={"enable_thinking": True})
